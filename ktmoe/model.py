@@ -86,8 +86,10 @@ class MoEModel:
         """
         if distribution is not None and cache is not None:
             raise InputError("cache must be None with a distribution: a packed cache has whole layers")
-        at_the_end = together(distribution.communicator, "loading") if distribution and wait else nullcontext()
-        with at_the_end, ExitStack() as resources:
+        at_the_end = (
+            together(distribution.communicator, "loading", distribution.what) if distribution and wait else nullcontext()
+        )
+        with ExitStack() as given_up, at_the_end, ExitStack() as resources:
             checkpoint = resources.enter_context(Checkpoint(path))
             opened = None if cache is None else open_cache(cache, checkpoint, physical_to_logical)
             everything = opened.all_layers if opened else None
@@ -105,6 +107,7 @@ class MoEModel:
             chosen = {name: choose_backend(backend, experts[name], activations).name for name in names}
             own = {name: [weights] for name, weights in experts.items()}
             if distribution:
+                distribution.check_layers(names)
                 own = {name: distribution.own_part(weights, name) for name, weights in experts.items()}
             sizes = {name: sum(weights.nbytes for weights in of) for name, of in own.items()}
             placements = {name: placement_of(weights, numa_nodes) for name, weights in experts.items()}
@@ -131,12 +134,9 @@ class MoEModel:
                 progress = resources.enter_context(progress_bar.bytes_done("loading"))
             loading = BackgroundTasks(f"{path}: layer", sizes, make, AT_ONCE, progress or None, resources.pop_all())
             model = cls(path, loading, names)
+            given_up.push(lambda error, *_: model.close() if error else None)
             if wait:
-                try:
-                    model.wait()
-                except BaseException:
-                    model.close()
-                    raise
+                model.wait()
         return model
 
     def __getitem__(self, layer: int | str) -> MoELayer | DistributedLayer:

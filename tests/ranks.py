@@ -22,6 +22,7 @@ class Threads:
         self.boxes: list[Sequence[np.ndarray]] = [()] * size
         self.sent = np.zeros((size, size), np.int64)
         self.calls = 0
+        self.failed: set[int] = set()  # ranks that gave up between two messages
 
     def run(self, work: Callable) -> list:
         """work(communicator) on each rank: what it returned or raised."""
@@ -64,6 +65,9 @@ class _Rank:
             self._group.barrier.wait(PATIENCE)
         except threading.BrokenBarrierError:
             raise RankError("a rank did not come") from None
+
+    def fail(self):
+        self._group.failed.add(self.rank)
 
     def close(self):
         pass

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from distributed_layers import EXPERTS, HIDDEN, SHARDS, TOP_K, batch_of, made
-from helpers import FORMATS, GPT_OSS, bits, reading
+from helpers import BF16, FORMATS, GPT_OSS, bits, reading
 from ranks import Threads, raised
 
 from ktmoe import MXFP4, ExpertWeights, Matrix, MoELayer, reference
@@ -123,6 +123,26 @@ def test_no_tokens_and_no_choices():
             assert y.shape == (0, HIDDEN)
         for y in outputs(experts, 2, (batch[0], batch[1][:, :0], batch[2][:, :0]), tokens=tokens):
             np.testing.assert_array_equal(bits(y), 0)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
+def test_out_and_one_expert_a_token(dtype):
+    """float32 is y before it is rounded."""
+    experts = made()
+    x, ids, weights = batch_of(experts, 5, dtype=dtype)
+    ids, weights = ids[:, :1].copy(), weights[:, :1].copy()
+    with DistributedLayer(experts, Distribution(), activations="bf16") as layer:
+        expected = layer.forward(x.astype(np.float32), ids, weights)
+    for tokens in ("same", "own"):
+
+        def on(communicator, tokens=tokens):
+            out = np.full(x.shape, np.nan, np.float32)
+            with DistributedLayer(experts, Distribution(communicator, tokens=tokens), activations="bf16") as layer:
+                assert layer.forward(x, ids, weights, out) is out
+            return out
+
+        for y in Threads(2).run(on):
+            np.testing.assert_array_equal(bits(y), bits(expected))
 
 
 def test_a_token_does_not_depend_on_its_batch():

@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from ranks import Threads, raised
 
 from ktmoe import ExpertWeights, MoELayer
 from ktmoe.distributed import DistributedLayer, Distribution, Division, together
+from ktmoe.distributed.sums import All
 from ktmoe.errors import ClosedError, InputError, NotCopyableError
 from ktmoe.synthetic import write_qwen3
 
@@ -87,10 +89,76 @@ def test_ranks_that_call_different_layers():
         layers = [DistributedLayer(of, distribution) for of in (experts, others)]
         return layers[communicator.rank].forward(*batch)
 
-    assert raised(Threads(2).run(on)) == [
-        "RankError: experts: rank 0 calls this layer, and rank 1 another one",
-        "RankError: others: rank 1 calls this layer, and rank 0 another one",
-    ]
+    first, second = raised(Threads(2).run(on))
+    assert first.startswith("RankError: experts: rank 1 calls another layer than rank 0, or has another checkpoint, or a ")
+    assert second.startswith("RankError: others: rank 0 calls another layer than rank 1, or ")
+
+
+@pytest.mark.parametrize("tokens", ["same", "own"])
+def test_ranks_that_divide_otherwise(tokens):
+    """Their rows would be added in wrong places."""
+    experts = made()
+    batch = batch_of(experts, 3)
+
+    def on(communicator):
+        homes = [0, 0, 0, 0, 1, 1, 1, 1] if communicator.rank else [0, 1] * 4
+        distribution = Distribution(communicator, homes=homes, tokens=tokens, replicas={None: {0: [1]}})
+        return DistributedLayer(experts, distribution).forward(*batch)
+
+    for said in raised(Threads(2).run(on)):
+        assert "or a Distribution with other options" in said
+
+
+def test_an_error_between_two_messages(monkeypatch):
+    """The others would take what comes next for what they wait for, so the communicator is of no more use."""
+    experts, group = made(), Threads(2)
+    batch = batch_of(experts, 20)
+    real = All.run
+
+    def failing(self, parts, tokens):
+        if threading.current_thread().name == "rank 1":
+            raise MemoryError
+        return real(self, parts, tokens)
+
+    monkeypatch.setattr(All, "run", failing)
+    monkeypatch.setattr("ranks.PATIENCE", 1)
+
+    def on(communicator):
+        threading.current_thread().name = f"rank {communicator.rank}"
+        return DistributedLayer(experts, Distribution(communicator)).forward(*batch)
+
+    assert raised(group.run(on)) == ["RankError: a rank did not come", "MemoryError: "]
+    assert group.failed == {0, 1}
+
+
+@pytest.mark.parametrize("tokens", ["same", "own"])
+def test_infinities_raise_nowhere(tokens):
+    """As in a layer of one process: a rank that raised of them would leave the others alone."""
+    experts = made()
+    x, ids, weights = batch_of(experts, 20)
+    weights[5] = np.array([3e38, -3e38, 3e38, -3e38], np.float32)
+
+    def on(communicator):
+        with np.errstate(all="raise"):
+            return DistributedLayer(experts, Distribution(communicator, tokens=tokens)).forward(x, ids, weights)
+
+    results = Threads(2).run(on)
+    assert not any(raised(results)), raised(results)
+    assert not np.isfinite(results[0][5].astype(np.float32)).all()
+    assert np.isfinite(results[0][6].astype(np.float32)).all()
+
+
+def test_other_dtypes_of_y():
+    experts = made()
+    x, ids, weights = batch_of(experts, 20)
+
+    def on(communicator):
+        of_rank = x.astype(np.float32) if communicator.rank else x
+        return DistributedLayer(experts, Distribution(communicator)).forward(of_rank, ids, weights)
+
+    first, second = raised(Threads(2).run(on))
+    assert "rank 1 has 4 bytes a number of y where rank 0 has 2" in first
+    assert "rank 0 has 2 bytes a number of y where rank 1 has 4" in second
 
 
 def test_a_checkpoint_that_one_rank_cannot_read(tmp_path):
@@ -149,6 +217,9 @@ def test_too_many_pieces():
         ({"tokens": "all"}, r"tokens must be one of \('same', 'own'\), found 'all'"),
         ({"gathered": -1}, "gathered must be 0 to 512, found -1"),
         ({"gathered": 513}, "gathered must be 0 to 512, found 513"),
+        ({"gathered": 1.5}, "gathered must be a whole number, found 1.5"),
+        ({"shards": "8"}, "shards must be a whole number, found '8'"),
+        ({"tokens": ["same"]}, r"tokens must be one of \('same', 'own'\), found \['same'\]"),
     ],
 )
 def test_options(given, message):

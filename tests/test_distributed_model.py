@@ -62,6 +62,11 @@ def test_an_error_on_one_rank_is_one_on_all(folder):
     assert second.startswith("MissingTensorError: ")
 
 
+def test_copies_of_a_layer_that_there_is_not(folder):
+    with pytest.raises(InputError, match=r"replicas must be of .*, found '1'"):
+        MoEModel.from_checkpoint(folder, distribution=Distribution(shards=EXPERTS, replicas={"1": {0: [0]}}))
+
+
 def test_a_cache_is_refused(folder, tmp_path):
     with pytest.raises(InputError, match="cache must be None with a distribution: a packed cache has whole layers"):
         MoEModel.from_checkpoint(folder, cache=tmp_path, distribution=Distribution())

@@ -49,5 +49,8 @@ class Recorder:
         self.times += [began, time.monotonic()]
         return received
 
+    def fail(self) -> None:
+        self._communicator.fail()
+
     def close(self) -> None:
         self._communicator.close()

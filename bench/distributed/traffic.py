@@ -54,7 +54,7 @@ def _at_once(ids: np.ndarray) -> Iterator[np.ndarray]:
 def _same(division: Division, ids: np.ndarray, hidden: int, gathered: int, itemsize: int) -> Iterator[np.ndarray]:
     """Headers with room for a few tokens' sums; sums to whoever adds them; outputs to all."""
     size = division.ranks
-    room = [gathered * _most_sums(division, rank) * hidden * FLOAT32 for rank in range(size)]
+    room = [gathered * division.most_rows(rank) * hidden * FLOAT32 for rank in range(size)]
     yield _to_all([HEADER.itemsize + nbytes for nbytes in room])
     if len(ids) <= gathered:
         return
@@ -91,10 +91,3 @@ def _own(division: Division, ids: Sequence[np.ndarray], hidden: int, gathered: i
 def _to_all(nbytes: Sequence[int]) -> np.ndarray:
     """Each rank gives all the same number of bytes."""
     return np.repeat(np.asarray(nbytes, np.int64)[:, None], len(nbytes), axis=1)
-
-
-def _most_sums(division: Division, rank: int) -> int:
-    """Of one token, for which a rank's first message has room. A rank with copies may have any of its shards alone."""
-    if division.replicas:
-        return len({shard for shard, _ in division.held(rank)})
-    return len(sent(np.ones((1, division.shards), bool), (division.home == rank)[None])[0])

@@ -22,6 +22,9 @@ class Communicator(Protocol):
         Raises RankError where another rank is gone or does not answer.
         """
 
+    def fail(self) -> None:
+        """Let every further exchange raise RankError, and where that can be, those that other ranks wait in, too."""
+
     def close(self) -> None:
         """Give up what the group has of the system."""
 
@@ -34,21 +37,8 @@ class Alone:
     def exchange(self, outgoing: Sequence[np.ndarray], incoming: Sequence[int]) -> list[np.ndarray]:
         return list(outgoing)
 
+    def fail(self) -> None:
+        """No other rank waits."""
+
     def close(self) -> None:
         """There is nothing to give up."""
-
-
-def joined(arrays: Sequence[np.ndarray], rank: int) -> tuple[np.ndarray, list[int]]:
-    """What goes to other ranks, one behind another, and the number of bytes for each rank; for this one none."""
-    counts = [0 if other == rank else array.nbytes for other, array in enumerate(arrays)]
-    others = [array for other, array in enumerate(arrays) if other != rank and array.nbytes]
-    return (np.concatenate(others) if len(others) != 1 else others[0]) if others else np.empty(0, np.uint8), counts
-
-
-def parted(received: np.ndarray, counts: Sequence[int], rank: int, own: np.ndarray) -> list[np.ndarray]:
-    """What came from each rank, of an array with all of it; from this rank its own."""
-    ends = np.cumsum(counts)
-    return [
-        own if other == rank else received[end - count : end]
-        for other, (end, count) in enumerate(zip(ends, counts, strict=True))
-    ]

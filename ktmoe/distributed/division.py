@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ktmoe.distributed.sums import sent
 from ktmoe.errors import InputError
 from ktmoe.messages import show
 
@@ -85,6 +86,12 @@ class Division:
             for piece in range(self.cut)
         }
         return sorted(own | copies)
+
+    def most_rows(self, rank: int) -> int:
+        """Partial sums of one token that a rank sends at most."""
+        if self.replicas:
+            return self.shards
+        return len(sent(np.ones((1, self.shards), bool), (self.home == rank)[None])[0])
 
     def wanted(self, ids: np.ndarray) -> np.ndarray:
         """Which shards tokens need, bool [tokens, shards]. ids: of experts, [tokens, top_k]; num_experts is no expert."""

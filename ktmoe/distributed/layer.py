@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ktmoe import forks
@@ -43,7 +43,8 @@ class Distribution:
     replicas: {layer: {expert: ranks}}, copies of experts that are chosen often, on further ranks.
     homes: the rank that has each shard, such as [0, 0, 0, 0, 0, 0, 1, 1] where the first machine has more memory. None: as many
     neighbours on each.
-    gathered: tokens of a call for which the first message has room. More take another round of messages.
+    gathered: tokens of a call for which each first message has room. More take further messages.
+    One thread of a process calls the layers of a communicator, or their calls could have another order elsewhere.
     Raises InputError.
     """
 
@@ -58,7 +59,10 @@ class Distribution:
     lock: threading.Lock = field(init=False, repr=False)
 
     def __post_init__(self):
-        if self.tokens not in TOKENS:
+        for name in ("shards", "cut", "gathered"):
+            if not isinstance(getattr(self, name), int):
+                raise InputError(f"{name} must be a whole number, found {show(getattr(self, name))}")
+        if not isinstance(self.tokens, str) or self.tokens not in TOKENS:
             raise InputError(f"tokens must be one of {tuple(TOKENS)}, found {show(self.tokens)}")
         if not 0 <= self.gathered <= AT_ONCE:
             raise InputError(f"gathered must be 0 to {AT_ONCE}, found {show(self.gathered)}")
@@ -73,6 +77,17 @@ class Distribution:
         copies = self.replicas.get(layer, {})
         return Division(experts.num_experts, self.shards, self.cut, self.communicator.size, copies, self.homes)
 
+    def check_layers(self, layers: Iterable[int | str]) -> None:
+        """Raise InputError for replicas of a layer that is none of these."""
+        if unknown := [layer for layer in self.replicas if layer not in set(layers)]:
+            raise InputError(f"replicas must be of {naming.listed(list(layers))}, found {show(unknown[0])}")
+
+    @property
+    def what(self) -> str:
+        """The options that all processes have to give alike."""
+        copies = {layer: sorted((e, sorted(r)) for e, r in of.items()) for layer, of in self.replicas.items()}
+        return f"{self.shards} {self.cut} {self.tokens} {copies} {self.homes} {self.gathered}"
+
     def own_part(self, experts: ExpertWeights, layer: int | str | None = None) -> list[ExpertWeights]:
         """What this process has of a layer's experts. Raises InputError."""
         return [part.weights for part in parts_of(experts, self.division(experts, layer), self.communicator.rank)]
@@ -86,7 +101,8 @@ class DistributedLayer:
     """The routed experts of one layer, of which this process packs its part alone.
 
     experts: ExpertWeights of the whole layer; the matrices of this process' part are read, here. layer: its number or name, for
-    the distribution's replicas. The other arguments are MoELayer's. Making it sends no message.
+    the distribution's replicas. The other arguments are MoELayer's. Making it sends no message:
+    together() tells the others of an error.
 
     Attributes: distribution, division: who has what.
 
@@ -142,7 +158,7 @@ class DistributedLayer:
         path, layer, loader: as MoELayer.from_checkpoint has them. options: more arguments of DistributedLayer.
         Raises what MoELayer.from_checkpoint raises, RankError where another process raised.
         """
-        with together(distribution.communicator, f"layer {layer}"), Checkpoint(path) as checkpoint:
+        with together(distribution.communicator, f"layer {layer}", distribution.what), Checkpoint(path) as checkpoint:
             experts = find_loader(checkpoint, loader, layer).load(checkpoint, layer)
             return cls(experts, distribution, backend, activations, layer=naming.layer_key(layer), **options)
 
@@ -177,15 +193,23 @@ class DistributedLayer:
     def forward(self, x, expert_ids, expert_weights, out=None):
         """y [tokens, hidden], in x's kind and dtype. All processes call it, layer after layer in the same order.
 
-        The arguments are MoELayer.forward's: with tokens="same" the same on all processes, with "own" each process' own, which
-        may be of 0 tokens.
+        The arguments are those of MoELayer.forward, without shared experts: with tokens="same" the same on all processes, with
+        "own" each process' own, which may be of 0 tokens.
         Raises what MoELayer.forward raises, on the process where it happens. RankError: another process raised, is gone, calls
         another layer, or has other arguments where they have to be the same. ClosedError in a forked child.
         """
         if os.getpid() != self._made_in and self.distribution.communicator.size > 1:
             raise ClosedError(f"{self.spec.name}: forward in a forked child, which has no connection to other processes")
         with self.distribution.lock:
-            return self._way.forward(x, expert_ids, expert_weights, out)
+            self._way.in_step = False
+            try:
+                y = self._way.forward(x, expert_ids, expert_weights, out)
+            except BaseException:
+                if not self._way.in_step:  # others wait for a message, and would take that of another call for it
+                    self.distribution.communicator.fail()
+                raise
+            self._way.in_step = True
+            return y
 
     def close(self) -> None:
         """Give this process' packed weights back. The communicator stays open."""

@@ -52,12 +52,24 @@ class LocalExperts:
             self.close()
             raise
 
+    @property
+    def what(self) -> str:
+        """What has to be the same on all ranks."""
+        division = self.division
+        how = (
+            division.shards,
+            division.cut,
+            division.home.tolist(),
+            sorted((e, sorted(r)) for e, r in division.replicas.items()),
+        )
+        return f"{self.spec.name} {self.spec.description} {how}"
+
     def checked(self, x, expert_ids, expert_weights, out) -> Arguments:
         """Raises InputError, ClosedError."""
         if self.layers is None:
             raise ClosedError(f"{self.spec.name}: forward after close()")
         batch = checked_batch(self.spec, self._everyone, x, expert_ids, expert_weights)
-        target = checked_out(out, batch)
+        target = checked_out(out, batch, float32=True)
         ids = batch.ids.astype(np.int64)
         ids[(ids < 0) | (ids >= self.spec.num_experts)] = self.spec.num_experts
         return Arguments(bfloat16_bits(batch.x.array), ids, np.ascontiguousarray(batch.weights), target, batch)

@@ -9,9 +9,10 @@ import numpy as np
 
 from ktmoe.distributed.communicator import Communicator
 from ktmoe.distributed.local_experts import LocalExperts
-from ktmoe.distributed.messages import AT_ONCE, HEADER, header, headers, raise_any
+from ktmoe.distributed.messages import AT_ONCE, HEADER
 from ktmoe.distributed.numbers import as_bytes, rounded_like
 from ktmoe.distributed.sums import All, Own, Places, sent
+from ktmoe.distributed.way import Way
 
 #: Experts of a token for which the first message has room. Calls with more take another message.
 TOP_K_ROOM = 16
@@ -25,15 +26,15 @@ class _Sending(NamedTuple):
     sums: Places
 
 
-class OwnTokens:
+class OwnTokens(Way):
     """A token's row goes once to each process that computes any of its experts, and the partial sums come back.
 
-    With few tokens, rows go with the first message, which all ranks get from all: that is an all-gather. With more, they follow
-    in a second one, to whom they concern: an all-to-all.
+    With few tokens, rows go with the first message, which has room for them and goes to all. With more, they follow in a second
+    one, to those alone that need them.
     """
 
     def __init__(self, local: LocalExperts, communicator: Communicator, gathered: int):
-        self._local, self._communicator, self._gathered = local, communicator, gathered
+        super().__init__(local, communicator, gathered)
         self._room = gathered * _row(local.spec.hidden, TOP_K_ROOM).itemsize
 
     def forward(self, x, expert_ids, expert_weights, out):
@@ -45,11 +46,11 @@ class OwnTokens:
         first, going_on = 0, True
         while going_on:  # until all ranks are done
             some = slice(first, first + AT_ONCE)
-            going_on = self._round(bits[some], ids[some], weights[some], target[some], max(0, len(ids) - first))
+            going_on = self._compute(bits[some], ids[some], weights[some], target[some], max(0, len(ids) - first))
             first += AT_ONCE
         return batch.x.restore(target) if out is None else out
 
-    def _round(self, bits: np.ndarray, ids: np.ndarray, weights: np.ndarray, target: np.ndarray, left: int) -> bool:
+    def _compute(self, bits: np.ndarray, ids: np.ndarray, weights: np.ndarray, target: np.ndarray, left: int) -> bool:
         """Write the outputs of at most AT_ONCE tokens into target. left: with those that follow. Whether a rank has any."""
         sending, raised = None, None
         try:
@@ -81,19 +82,18 @@ class OwnTokens:
         self, sending: Sequence[_Sending] | None, raised: Exception | None, left: int = 0, top_k: int = 0
     ) -> tuple[list[np.ndarray], bool]:
         """The rows that each rank has for this one, and whether a rank has more to come. First messages have one size."""
-        name, size, hidden = self._local.spec.name, self._communicator.size, self._local.spec.hidden
+        size, hidden = self._communicator.size, self._local.spec.hidden
         outgoing = np.zeros((size, HEADER.itemsize + self._room), np.uint8)
         sending = sending or ()
         later = any(len(to.rows) > self._room for to in sending)
         for message, to in zip(outgoing, sending, strict=False):
-            message[: HEADER.itemsize] = header(name, tokens=left, top_k=top_k, rows=len(to.tokens), later=later)
+            message[: HEADER.itemsize] = self._header(tokens=left, top_k=top_k, rows=len(to.tokens), later=later)
             if not later:
                 message[HEADER.itemsize : HEADER.itemsize + len(to.rows)] = to.rows
         if raised is not None:
-            outgoing[:, : HEADER.itemsize] = header(name, raised)
+            outgoing[:, : HEADER.itemsize] = self._header(raised)
         received = self._communicator.exchange(list(outgoing), [outgoing.shape[1]] * size)
-        found = headers(received)
-        raise_any(name, self._communicator.rank, found, raised)
+        found = self._raise_any(received, raised)
         kinds = [_row(hidden, each["top_k"]) for each in found]
         rows = [message[HEADER.itemsize :] for message in received]
         if found["later"].any():
@@ -126,11 +126,11 @@ class OwnTokens:
             sums = own.run(self._local.partial_sums(bits, ids, weights, *own.computed))
         except Exception as error:
             raised = error
-        told = header(self._local.spec.name, raised)
+        told = self._header(raised)
         outgoing = [np.concatenate([told, as_bytes(sums[spans[r] : spans[r + 1]])]) for r in range(len(rows))]
         incoming = [HEADER.itemsize + len(to.sums[0]) * hidden * 4 for to in sending]
         received = self._communicator.exchange(outgoing, incoming)
-        raise_any(self._local.spec.name, self._communicator.rank, headers(received), raised)
+        self._raise_any(received, raised)
         return [message[HEADER.itemsize :] for message in received]
 
 
@@ -140,4 +140,6 @@ _BITS = np.uint64(1) << np.arange(64, dtype=np.uint64)
 
 def _row(hidden: int, top_k: int) -> np.dtype:
     """One token's row in a message. shards: the bits of those that the receiver is to compute."""
-    return np.dtype([("x", np.uint16, hidden), ("ids", np.int32, top_k), ("weights", np.float32, top_k), ("shards", np.uint64)])
+    return np.dtype(
+        [("x", np.uint16, (hidden,)), ("ids", np.int32, (top_k,)), ("weights", np.float32, (top_k,)), ("shards", np.uint64)]
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,13 +11,11 @@ import numpy as np
 
 from ktmoe.distributed.communicator import Communicator
 from ktmoe.distributed.local_experts import LocalExperts
-from ktmoe.distributed.messages import AT_ONCE, HEADER, digest, header, headers, raise_any
+from ktmoe.distributed.messages import AT_ONCE, HEADER, digest
 from ktmoe.distributed.numbers import as_bytes, rounded_like
 from ktmoe.distributed.sums import All, Own, Places, sent
+from ktmoe.distributed.way import Way
 from ktmoe.errors import RankError
-
-#: Patterns of a few tokens' shards that are kept: 256 are all of one token with 8 shards.
-MOST_PATTERNS = 1024
 
 
 class _Pattern(NamedTuple):
@@ -26,18 +25,33 @@ class _Pattern(NamedTuple):
     places: list[Places]
     all: All | None
 
+    @classmethod
+    def of(cls, wanted: np.ndarray, owners: np.ndarray, rank: int, size: int, few: bool) -> _Pattern:
+        """wanted, owners: of Division. rank, size: of the communicator."""
+        computed = [wanted & (owners == other) for other in range(size)]
+        own = Own.of(wanted, computed[rank])
+        places = [own.sent if other == rank else sent(wanted, computed[other]) for other in range(size)]
+        return cls(own, places, All.of(places, *wanted.shape) if few else None)
 
-class SameTokens:
+
+@functools.lru_cache(maxsize=1024)
+def _pattern_of_one(wanted: bytes, owners: bytes, rank: int, size: int) -> _Pattern:
+    """Of one token, so that a decode step finds them again: with 8 shards there are 256."""
+    of_shards = np.frombuffer(wanted, bool)[None], np.frombuffer(owners, np.int64)[None]
+    return _Pattern.of(*of_shards, rank, size, True)
+
+
+class SameTokens(Way):
     """Each process computes its shards of all tokens. With few tokens, the first message has the sums, and everybody adds them.
 
     With more, a process adds the sums of some of the tokens, and tells the others its outputs, already rounded.
     """
 
     def __init__(self, local: LocalExperts, communicator: Communicator, gathered: int):
-        self._local, self._communicator, self._gathered = local, communicator, gathered
-        self._patterns: dict[tuple[bytes, bytes], _Pattern] = {}
-        # rows of one token, at most, in a message of each rank
-        self._rows = [self._most_rows(rank) for rank in range(self._communicator.size)]
+        super().__init__(local, communicator, gathered)
+        rows = [local.division.most_rows(rank) for rank in range(communicator.size)]
+        #: Bytes of each rank's first message, whatever is called and whatever happened.
+        self._first_bytes = [HEADER.itemsize + gathered * of_rank * local.spec.hidden * 4 for of_rank in rows]
 
     def forward(self, x, expert_ids, expert_weights, out):
         try:
@@ -47,10 +61,10 @@ class SameTokens:
             raise
         for first in range(0, max(1, len(ids)), AT_ONCE):
             some = slice(first, first + AT_ONCE)
-            self._round(bits[some], ids[some], weights[some], target[some])
+            self._compute(bits[some], ids[some], weights[some], target[some])
         return batch.x.restore(target) if out is None else out
 
-    def _round(self, bits: np.ndarray, ids: np.ndarray, weights: np.ndarray, target: np.ndarray) -> None:
+    def _compute(self, bits: np.ndarray, ids: np.ndarray, weights: np.ndarray, target: np.ndarray) -> None:
         """Write the outputs of at most AT_ONCE tokens into target."""
         few, sums, raised = len(ids) <= self._gathered, None, None
         try:
@@ -58,7 +72,7 @@ class SameTokens:
             sums = pattern.own.run(self._local.partial_sums(bits, ids, weights, *pattern.own.computed))
         except Exception as error:
             raised = error
-        call = {"tokens": len(ids), "top_k": ids.shape[1], "digest": digest(bits, ids, weights)}
+        call = {"tokens": len(ids), "top_k": ids.shape[1], "itemsize": target.itemsize, "digest": digest(bits, ids, weights)}
         received = self._first_messages(raised, sums if few else None, **call)
         if few:
             parts = [_rows(message[HEADER.itemsize :], self._local.spec.hidden) for message in received]
@@ -68,21 +82,12 @@ class SameTokens:
             self._add_by_turns(sums, pattern.places, target)
 
     def _pattern(self, ids: np.ndarray, few: bool) -> _Pattern:
-        division, size = self._local.division, self._communicator.size
-        wanted = division.wanted(ids)
-        owners = division.owners(ids, wanted)
-        key = wanted.tobytes(), owners.tobytes() if division.replicas else b""
-        if few and key in self._patterns:
-            return self._patterns[key]
-        computed = [wanted & (owners == rank) for rank in range(size)]
-        own = Own.of(wanted, computed[self._communicator.rank])
-        places = [own.sent if rank == self._communicator.rank else sent(wanted, computed[rank]) for rank in range(size)]
-        pattern = _Pattern(own, places, All.of(places, *wanted.shape) if few else None)
-        if few:
-            if len(self._patterns) >= MOST_PATTERNS:
-                self._patterns.clear()
-            self._patterns[key] = pattern
-        return pattern
+        wanted = self._local.division.wanted(ids)
+        owners = self._local.division.owners(ids, wanted)
+        rank, size = self._communicator.rank, self._communicator.size
+        if few and len(ids) == 1:
+            return _pattern_of_one(wanted.tobytes(), owners.tobytes(), rank, size)
+        return _Pattern.of(wanted, owners, rank, size, few)
 
     def _add_by_turns(self, sums: np.ndarray, places: Sequence[Places], target: np.ndarray) -> None:
         """Each process adds the sums of some of the tokens, and tells the others. sums: this rank's. places: of each rank's."""
@@ -103,33 +108,31 @@ class SameTokens:
             target[start:end] = _rows(message, hidden, own.dtype)
 
     def _first_messages(self, raised: Exception | None, sums: np.ndarray | None = None, **call: int) -> list[np.ndarray]:
-        """What all ranks say first, after it was looked at. Messages have the same size in every call, whatever happened."""
+        """What all ranks say first, after it was looked at."""
         name, rank = self._local.spec.name, self._communicator.rank
-        sizes = [HEADER.itemsize + self._gathered * rows * self._local.spec.hidden * 4 for rows in self._rows]
-        message = np.zeros(sizes[rank], np.uint8)
-        message[: HEADER.itemsize] = header(name, raised, **call)
+        message = np.zeros(self._first_bytes[rank], np.uint8)
+        message[: HEADER.itemsize] = self._header(raised, **call)
         if sums is not None and raised is None:
             message[HEADER.itemsize : HEADER.itemsize + sums.nbytes] = as_bytes(sums)
-        received = self._communicator.exchange([message] * self._communicator.size, sizes)
-        found = headers(received)
-        raise_any(name, rank, found, raised)
-        for field, what in (("tokens", "tokens"), ("top_k", "experts a token"), ("digest", None)):
+        received = self._communicator.exchange([message] * self._communicator.size, self._first_bytes)
+        found = self._raise_any(received, raised)
+        for field, what in (
+            ("tokens", "tokens"),
+            ("top_k", "experts a token"),
+            ("itemsize", "bytes a number of y"),
+            ("digest", ""),
+        ):
             if (found[field] != found[field][rank]).any():
                 other = int(np.flatnonzero(found[field] != found[field][rank])[0])
                 differ = "other numbers in x, expert_ids or expert_weights"
                 if what:
                     differ = f"{found[field][other]} {what} where rank {rank} has {found[field][rank]}"
+                self.in_step = True
                 raise RankError(
                     f'{name}: tokens="same" needs the same arguments on all ranks, and rank {other} has {differ}; '
                     "ranks of one model need one kind of CPU, as many threads of torch, and one seed"
                 )
         return received
-
-    def _most_rows(self, rank: int) -> int:
-        division = self._local.division
-        if division.replicas:
-            return len({shard for shard, _ in division.held(rank)})
-        return len(sent(np.ones((1, division.shards), bool), (division.home == rank)[None])[0])
 
 
 def _rows(message: np.ndarray, hidden: int, dtype: np.dtype | type = np.float32) -> np.ndarray:

@@ -15,23 +15,19 @@ import numpy as np
 Places = tuple[np.ndarray, np.ndarray]
 
 
-class Additions(NamedTuple):
-    """What is added, before anything is. steps: (to, of): rows `of` are added to rows `to`, one step after the other.
+#: (to, of): rows `of` are added to rows `to`, one step after the other.
+Steps = list[tuple[np.ndarray, np.ndarray]]
 
-    at: int64 [tokens, shards], the row where the sum of a node is then, at its first shard; -1 elsewhere.
-    """
 
-    steps: list[tuple[np.ndarray, np.ndarray]]
-    at: np.ndarray
-
-    def run(self, sums: np.ndarray) -> None:
-        """Add rows of sums, float32 [rows, hidden], in place."""
-        for to, of in self.steps:
+def run(steps: Steps, sums: np.ndarray) -> None:
+    """Add rows of sums, float32 [rows, hidden], in place."""
+    with np.errstate(all="ignore"):  # infinities are the model's, and a rank that raised here would leave the others alone
+        for to, of in steps:
             sums[to] += sums[of]
 
 
-def additions(at: np.ndarray, whole: np.ndarray) -> Additions:
-    """Add up as far as the nodes of the tree are whole.
+def additions(at: np.ndarray, whole: np.ndarray) -> tuple[Steps, np.ndarray]:
+    """What is to be added as far as the nodes of the tree are whole; and at, as it is then: a node's sum is at its first shard.
 
     at: int64 [tokens, shards], the row of a token's sum of a shard; -1: there is none. whole: bool, likewise, whether that sum
     is complete, or nothing.
@@ -50,7 +46,7 @@ def additions(at: np.ndarray, whole: np.ndarray) -> Additions:
         np.copyto(left, right, where=here & (left < 0))
         right[whole_left] = -1
         step *= 2
-    return Additions(steps, at)
+    return steps, at
 
 
 def sent(wanted: np.ndarray, computed: np.ndarray) -> Places:
@@ -58,14 +54,15 @@ def sent(wanted: np.ndarray, computed: np.ndarray) -> Places:
 
     wanted: the shards that tokens need, bool [tokens, shards]. computed: those of them that the rank computes.
     """
-    return np.nonzero(additions(np.where(computed, 0, -1), computed | ~wanted).at >= 0)
+    _, at = additions(np.where(computed, 0, -1), computed | ~wanted)
+    return np.nonzero(at >= 0)
 
 
 class Own(NamedTuple):
     """How a rank adds what it computes. computed, sent: where its sums are, before and after. order: the rows that are sent."""
 
     computed: Places
-    additions: Additions
+    steps: Steps
     sent: Places
     order: np.ndarray
 
@@ -74,20 +71,20 @@ class Own(NamedTuple):
         """wanted, computed: as sent() has them."""
         rows = np.full(computed.shape, -1)
         rows[computed] = np.arange(np.count_nonzero(computed))
-        found = additions(rows, computed | ~wanted)
-        places = np.nonzero(found.at >= 0)
-        return cls(np.nonzero(computed), found, places, found.at[places])
+        steps, at = additions(rows, computed | ~wanted)
+        places = np.nonzero(at >= 0)
+        return cls(np.nonzero(computed), steps, places, at[places])
 
     def run(self, sums: np.ndarray) -> np.ndarray:
         """The sums that are sent, of those that were computed, float32 [rows, hidden], which are overwritten."""
-        self.additions.run(sums)
+        run(self.steps, sums)
         return sums if len(self.order) == len(sums) else sums[self.order]
 
 
 class All(NamedTuple):
     """How the sums of all ranks are added. tokens: which have one at all, and the rows where it is then."""
 
-    additions: Additions
+    steps: Steps
     tokens: np.ndarray
     rows: np.ndarray
 
@@ -95,17 +92,16 @@ class All(NamedTuple):
     def of(cls, places: Sequence[Places], tokens: int, shards: int) -> All:
         """places: of each rank's sums, one rank's rows after the other's. tokens, shards: how many."""
         rows = np.full((tokens, shards), -1)
-        rows[np.concatenate([t for t, _ in places]), np.concatenate([s for _, s in places])] = np.arange(
-            sum(len(t) for t, _ in places)
-        )
-        found = additions(rows, np.ones(rows.shape, bool))
-        has = np.flatnonzero(found.at[:, 0] >= 0)
-        return cls(found, has, found.at[has, 0])
+        of_tokens, of_shards = (np.concatenate(each) for each in zip(*places, strict=True))
+        rows[of_tokens, of_shards] = np.arange(len(of_tokens))
+        steps, at = additions(rows, np.ones(rows.shape, bool))
+        has = np.flatnonzero(at[:, 0] >= 0)
+        return cls(steps, has, at[has, 0])
 
     def run(self, parts: Sequence[np.ndarray], tokens: int) -> np.ndarray:
         """The outputs, float32 [tokens, hidden]; zeros for a token without sums. parts: the sums of each rank."""
         sums = np.concatenate(parts)
-        self.additions.run(sums)
+        run(self.steps, sums)
         if len(self.tokens) == tokens:
             return sums[self.rows]
         y = np.zeros((tokens, sums.shape[1]), np.float32)

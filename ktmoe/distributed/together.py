@@ -10,16 +10,17 @@ from ktmoe.distributed.messages import HEADER, header, headers, raise_any
 
 
 @contextmanager
-def together(communicator: Communicator, what: str) -> Iterator[None]:
-    """A block that each process runs by itself. Its end waits for all of them.
+def together(communicator: Communicator, what: str, settings: object = None) -> Iterator[None]:
+    """A block that each process runs by itself. Its end waits for all of them, as long as the communicator waits for one.
 
-    what: for messages, the same on all. Raises RankError where the block raised on another process.
+    what: for messages. settings: what else has to be the same on all. Raises RankError where the block raised on another
+    process, or where these differ.
     """
     raised = None
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         raised = error
-    message = header(what, raised)
+    message = header(f"{what} {settings}", raised)
     received = communicator.exchange([message] * communicator.size, [HEADER.itemsize] * communicator.size)
     raise_any(what, communicator.rank, headers(received), raised)

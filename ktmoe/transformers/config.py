@@ -27,7 +27,8 @@ class Config(QuantizationConfigMixin):
     """A quantization_config for from_pretrained(): ktmoe computes the routed experts and the dense matrices.
 
     backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress, cache, dense,
-    distributed: as ktmoe.transformers.load() has them; distributed as a Distribution, or None.
+    distributed: as ktmoe.transformers.load() has them. distributed is a Distribution or None, and what load() does to all
+    processes besides, one seed and one end of loading, is the caller's.
     source: "checkpoint": ktmoe's loaders read the experts' own weights from the checkpoint's files. "parameters": transformers
     reads them in any naming that it knows, layer by layer, and ktmoe packs them; they must be bfloat16. "auto": the first, and
     the second where no loader reads an unquantized checkpoint.

@@ -21,10 +21,10 @@ def distribution_of(distributed: Distribution | bool | None) -> Distribution | N
     """
     if distributed is None or distributed is False:
         return None
-    if isinstance(distributed, Distribution) and distributed.tokens == "same":
-        return distributed
     if distributed is not True:
-        raise InputError(f'distributed must be True, or a Distribution with tokens="same", found {show(distributed)}')
+        if not isinstance(distributed, Distribution):
+            raise InputError(f"distributed must be True, None or a Distribution, found {show(distributed)}")
+        return distributed
     from ktmoe.distributed.gloo import GlooCommunicator  # not before: torch may have been built without it
 
     return Distribution(GlooCommunicator())
@@ -37,7 +37,7 @@ def together_loaded(distribution: Distribution | None) -> Iterator[None]:
         yield
         return
     communicator = distribution.communicator
-    with together(communicator, "loading"):
+    with together(communicator, "loading", distribution.what):
         yield
     own = np.array([torch.initial_seed()], np.uint64).view(np.uint8)
     seeds = communicator.exchange([own] * communicator.size, [own.nbytes] * communicator.size)

@@ -72,6 +72,10 @@ class Options:
     def __post_init__(self):
         if self.dense not in DENSE:
             raise InputError(f"dense must be one of {', '.join(DENSE)}, found {show(self.dense)}")
+        if self.distributed is not None and not (
+            isinstance(self.distributed, Distribution) and self.distributed.tokens == "same"
+        ):
+            raise InputError(f'distributed must be a Distribution with tokens="same", found {show(self.distributed)}')
         if self.distributed is not None and self.cache is not None:
             raise InputError(f"cache must be None for a distributed model, found {show(self.cache)}")
         if self.distributed is not None and self.gpu_experts is not None and np.any(self.gpu_experts):

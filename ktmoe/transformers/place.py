@@ -9,6 +9,7 @@ import torch
 
 from ktmoe.backends.base import Packed
 from ktmoe.dequantization import dequantize, in_rows
+from ktmoe.distributed.layer import DistributedLayer
 from ktmoe.errors import ClosedError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.layer import MoELayer
@@ -39,6 +40,8 @@ def place(model: torch.nn.Module, gpu_experts: np.ndarray | Sequence | int | Non
     for name, module in modules.items():
         if isinstance(module, MoEExperts):
             raise UnavailableError(f"{name}: expected experts without adapters, found those of ktmoe.torch.add_lora()")
+        if isinstance(getattr(module, "ktmoe_layer", None), DistributedLayer):
+            raise UnavailableError(f"{name}: expected experts of one process, found distributed ones")
         if getattr(module, "ktmoe_layer", None) is None:
             raise UnavailableError(
                 f"{name} ({type(module).__name__}): expected packed experts, found others; ktmoe.transformers.pack() packs them"

@@ -8,6 +8,7 @@ by a UnevenCommunicator.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ from torch import distributed
 from vllm.config import ParallelConfig
 from vllm.distributed.parallel_state import get_dp_group
 from vllm.logger import init_logger
+from vllm.utils.network_utils import get_ip
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ktmoe.vllm.communicator import UnevenCommunicator
@@ -41,7 +43,7 @@ class HostWorker(CPUWorker):
             data_parallel.device_communicator = UnevenCommunicator(
                 data_parallel.cpu_group, data_parallel.device, data_parallel.device_group, data_parallel.unique_name
             )
-        elsewhere = ranks_elsewhere(self.parallel_config, distributed.get_rank())
+        elsewhere = ranks_elsewhere()
         if elsewhere:
             connected = distributed.new_group(backend="gloo")
             for rank in elsewhere:
@@ -61,10 +63,12 @@ class HostWorker(CPUWorker):
                 os._exit(1)  # another thread may wait for that rank
 
 
-def ranks_elsewhere(parallel: ParallelConfig, rank: int) -> list[int]:
-    """The processes on other hosts than this one's. Each host has as many, and they count on from host to host."""
-    here = parallel.local_world_size * parallel.data_parallel_size_local
-    return [other for other in range(parallel.world_size_across_dp) if other // here != rank // here]
+def ranks_elsewhere() -> list[int]:
+    """The processes on other hosts than this one's, as their names and addresses say."""
+    here = socket.gethostname(), get_ip()
+    hosts: list[tuple[str, str] | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(hosts, here)
+    return [rank for rank, host in enumerate(hosts) if host != here]
 
 
 def meeting_place(parallel: ParallelConfig) -> str:

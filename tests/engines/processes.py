@@ -34,6 +34,7 @@ def start(
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     if communicator == "mpi":
         mpiexec = [Path(sys.executable).with_name("mpiexec"), "-n", str(size)]
+        script[1:1] = ["-m", "mpi4py"]  # so that an exception on one rank ends all
         if machines is None:
             return [subprocess.Popen([*mpiexec, *script], env=variables, **pipes)]
         hosts = ["-hosts", ",".join(machines.addresses), "-ppn", "1"]
@@ -134,6 +135,19 @@ def lost(communicator, how: str) -> None:
         say(communicator, f"{type(error).__name__}: {error}")
 
 
+def outside(communicator, *_) -> None:
+    """An exception in one rank, while the other one calls a layer."""
+    import distributed_layers as given
+
+    from ktmoe.distributed import DistributedLayer, Distribution
+
+    experts = given.made()
+    layer = DistributedLayer(experts, Distribution(communicator))
+    if communicator.rank == 1:
+        _ = 1 / 0
+    layer.forward(*given.batch_of(experts, 1))
+
+
 def text(communicator, folder: str, source: str) -> None:
     """Tokens of a model, greedy and drawn; bytes of this rank's experts; and what a folder that one rank lacks raises."""
     import torch
@@ -164,7 +178,7 @@ def main(name: str, work: str, *arguments: str) -> None:
         from ktmoe.distributed.mpi import MpiCommunicator
 
         communicator = MpiCommunicator()
-    {"layers": layers, "lost": lost, "text": text}[work](communicator, *arguments)
+    {"layers": layers, "lost": lost, "outside": outside, "text": text}[work](communicator, *arguments)
     communicator.close()
 
 

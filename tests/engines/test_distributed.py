@@ -41,7 +41,7 @@ def test_a_killed_rank():
     _, (seconds, first), then = found[0]
     assert seconds < 5
     assert first.startswith("RankError: rank 0 of 2: another rank is gone, or did not answer within 60 s: ")
-    assert then == f"RankError: experts: {first}" or then == first
+    assert then == first
 
 
 def test_a_stopped_rank(monkeypatch):
@@ -61,6 +61,14 @@ def test_mpiexec_ends_all_when_a_rank_is_killed():
     mpiexec.communicate(timeout=processes.PATIENCE)
     assert mpiexec.returncode
     assert time.monotonic() - begun < 30
+
+
+def test_an_exception_outside_of_ktmoe_ends_all():
+    """By mpi4py's own way to start: MPI alone would wait for the others at the end."""
+    (mpiexec,) = processes.start(2, "mpi", "outside")
+    _, said = mpiexec.communicate(timeout=processes.PATIENCE)
+    assert mpiexec.returncode
+    assert "ZeroDivisionError" in said
 
 
 @pytest.mark.smoke
@@ -97,9 +105,9 @@ def test_nothing_says_which_processes_there_are(monkeypatch):
     [
         (
             {"distributed": Distribution(tokens="own")},
-            r"distributed must be True, or a Distribution with tokens=\"same\", found",
+            "distributed must be a Distribution with tokens=.same., found",
         ),
-        ({"distributed": 3}, "distributed must be True, or a Distribution"),
+        ({"distributed": 3}, "distributed must be True, None or a Distribution, found 3"),
         ({"distributed": Distribution(), "gpu_experts": 2}, "gpu_experts must be None for a distributed model, found 2"),
         ({"distributed": Distribution(), "cache": "x"}, "cache must be None for a distributed model, found 'x'"),
     ],

@@ -23,12 +23,13 @@ def machines():
 def test_layers(machines, communicator, tmp_path):
     """mpiexec starts the second rank by what stands for ssh."""
     found = processes.run(2, communicator, "layers", machines=machines, folder=tmp_path)
-    experts, batch = given.made(), given.batch_of(given.made(), 1)
-    with DistributedLayer(experts, Distribution(Alone()), activations="bf16") as layer:
-        expected = bits(layer.forward(*batch))
-    for rank in range(2):
-        np.testing.assert_array_equal(found[rank][0], expected)
-        assert len(found[rank]) == len(found[0]) == 12
+    experts = given.made()
+    for at, (cut, count) in enumerate(((1, 1), (1, 30), (2, 1), (2, 30))):
+        with DistributedLayer(experts, Distribution(Alone(), cut=cut), activations="bf16") as layer:
+            expected = bits(layer.forward(*given.batch_of(experts, count)))
+        for rank in range(2):
+            np.testing.assert_array_equal(found[rank][3 * at], expected)
+            np.testing.assert_array_equal(np.reshape(found[rank][3 * at + 2], (-1, given.HIDDEN)), expected[rank::2])
 
 
 def test_a_machine_whose_processes_die(machines):
