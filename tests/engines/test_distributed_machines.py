@@ -19,6 +19,7 @@ def machines():
         pytest.skip(f"there can be no network namespaces here: {error}")
 
 
+@pytest.mark.smoke("all")
 @pytest.mark.parametrize("communicator", ["gloo", "mpi"])
 def test_layers(machines, communicator, tmp_path):
     """mpiexec starts the second rank by what stands for ssh."""
