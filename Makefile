@@ -14,6 +14,7 @@ STAMPS := $(VENV)/stamps
 EXTRAS := base test bench lint# base: what building, the package and its command need, at once
 NATIVE := $(shell find ktmoe/_native -name '*.[ch]' -o -name '*.p[yx][xdi]') ktmoe/_native/isa.py
 PROCESSES := -n 2 --dist loadfile# two; ARGS="-n 0" is one, as --pdb wants it
+HOURS ?= 2
 ARGS ?=# more arguments for pytest or the tool that a target runs
 
 # .venv is made again where it does not run, and where PYTHON is given and is another version.
@@ -44,6 +45,9 @@ test verify: $(STAMPS)/native $(STAMPS)/test
 	  echo 'ktmoe: amx again, emulated as on CPUs without it'; \
 	  KTMOE_TEST_EMULATE_AMX=1 $(PY) -m pytest -q $(PROCESSES) $(CASES) $(ARGS); \
 	fi
+
+soak: $(STAMPS)/native $(STAMPS)/test ## a million hostile headers, thousands of random layers, hours of calls: as many as HOURS=2 gives time for
+	@$(PY) -m pytest -q $(PROCESSES) --soak --hours=$(HOURS) $(ARGS)
 
 test-kt-kernel: $(STAMPS)/native $(STAMPS)/test ## kt-kernel itself beside ktmoe: first installs it; ARGS=--smoke is a few cases, for this and the next four
 	@$(PY) tools/test_kt_kernel.py $(ARGS)
@@ -116,7 +120,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines test-machines test-sglang test-avx2 test-numa bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-distributed bench-training bench-graphs simulation results lint format config clean FORCE
+.PHONY: help demo demo-chat test verify soak test-kt-kernel test-writers test-engines test-machines test-sglang test-avx2 test-numa bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-distributed bench-training bench-graphs simulation results lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE

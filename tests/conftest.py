@@ -26,6 +26,7 @@ pytest_plugins = (
     "kt_wrappers",
     "sft_wrappers",
     "loading_models",
+    "repeating",
     "skips",
     "topology",
 )

@@ -15,7 +15,8 @@ A marker says otherwise:
 - ``@pytest.mark.cover("all")``: all.
 - ``@pytest.mark.exhaustive``: none.
 
-``--exhaustive`` runs everything, and ``--rest`` all cases that do not run by default: what `make test` has left.
+``--exhaustive`` runs everything, and ``--rest`` all cases that do not run by default: what `make test` has left. Tests that
+repeat (tests/repeating.py) belong to both, since they run more of their cases then. ``--soak`` runs these alone.
 
 ``--smoke`` is for tests that need another project's engine or writer. It runs those with a marker:
 
@@ -124,12 +125,22 @@ def smoke(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 def left(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of one test function's items that do not run by default."""
-    by_default = {id(item) for item in chosen(items)}
+    by_default = {id(item) for item in chosen(items) if not repeats(item)}
     return [item for item in items if id(item) not in by_default]
 
 
+def repeats(item: pytest.Item) -> bool:
+    """Whether an item runs more cases in longer runs."""
+    return "repeat" in item.fixturenames
+
+
+def soaked(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Those of one test function's items that --soak runs."""
+    return [item for item in items if repeats(item)]
+
+
 #: By the option that asks for it: which of a test function's items run.
-CHOICES = {"exhaustive": list, "rest": left, "smoke": smoke}
+CHOICES = {"exhaustive": list, "rest": left, "smoke": smoke, "soak": soaked}
 
 
 def pytest_addoption(parser):
