@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from bench import cost_model, explain, modes, readme
+from bench import cost_model, explain, modes, readme, soak
 from bench.cases import EVERYWHERE
 from bench.cost_model import Machine
 from bench.distributed import forecast
@@ -29,7 +29,7 @@ from bench.vllm import report as vllm_report
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, ENGINES, VLLM = DOCS / "performance.md", DOCS / "transformers.md", DOCS / "engines.md"
-DISTRIBUTED = DOCS / "several-machines.md"
+DISTRIBUTED, RELIABILITY = DOCS / "several-machines.md", DOCS / "reliability.md"
 Row = tuple[str, ...]
 Tables = dict[str, Callable[[list[Results]], tuple[Row, list[Row]]]]
 NONE = "-"
@@ -343,5 +343,6 @@ PAGES: dict[Path, Tables] = {
         "distributed forecast": forecast.table,
         "distributed assumptions": forecast.assumptions,
     },
+    RELIABILITY: {"soak": soak.table},
     readme.PAGE: {"text": whole.first_table, "weights": readme.table},
 }

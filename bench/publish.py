@@ -4,6 +4,7 @@ python -m bench.publish [RUN ...]     # by default the last saved run; several a
 python -m bench.publish --engines     # what make bench-engines saved, and nothing else, into that CPU's file
 python -m bench.publish --vllm        # what make bench-vllm saved, likewise
 python -m bench.publish --distributed # what make bench-distributed saved, likewise
+python -m bench.publish --soak        # what make soak saved on this CPU, likewise
 python -m bench.publish --peers       # what make bench-peers saved on this CPU, likewise
 python -m bench.publish --modes [RUN] # what a saved run has of activation modes, and nothing else, into that CPU's file
 python -m bench.publish --linear [RUN] # what a saved run has of dense matrices, and what make bench-linear saved, likewise
@@ -20,7 +21,7 @@ import sys
 from pathlib import Path
 
 import ktmoe
-from bench import document, explain, machine, modes, runs
+from bench import document, explain, machine, modes, runs, soak
 from bench.distributed import report as distributed_report
 from bench.engines import cold_report
 from bench.engines import page as whole_page
@@ -188,7 +189,7 @@ def with_others(results: Results, folder: Path = FOLDER) -> Results:
         data |= _of_engines(saved)
     data |= _linear_peers(cpu)
     kept = ("engines", "whole", "gguf", "cold", "modes", "vllm", "vllm_servers", "vllm_dense", "linear", "linear_peers")
-    kept += ("distributed",)
+    kept += ("distributed", "soak")
     for section in kept:
         if section in old:
             data.setdefault(section, old[section])
@@ -252,6 +253,12 @@ def vllm_alone(saved: dict, folder: Path = FOLDER) -> Results:
 def distributed_alone(saved: dict, folder: Path = FOLDER) -> Results:
     """The same of make bench-distributed."""
     return _alone({"distributed": distributed_report.published(saved)}, _about(saved), folder)
+
+
+def soak_alone(cpu: dict, folder: Path = FOLDER) -> Results:
+    """The same of make soak, on the CPU of this machine (bench.machine.cpu_fields())."""
+    found = soak.published(soak.saved())
+    return _alone({"soak": found}, {"commit": found["commit"], "ktmoe": ktmoe.__version__, "cpu": cpu}, folder)
 
 
 def _about(saved: dict) -> dict:
@@ -389,6 +396,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engines", action="store_true", help="only what make bench-engines saved")
     parser.add_argument("--vllm", action="store_true", help="only what make bench-vllm saved")
     parser.add_argument("--distributed", action="store_true", help="only what make bench-distributed saved")
+    parser.add_argument("--soak", action="store_true", help="only what make soak saved on this CPU")
     parser.add_argument("--peers", action="store_true", help="only what make bench-peers saved on this CPU")
     parser.add_argument("--modes", action="store_true", help="only what the runs have of activation modes")
     parser.add_argument(
@@ -403,6 +411,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"written: {write(vllm_alone(json.loads(VLLM.read_text())))}")
         elif options.distributed:
             print(f"written: {write(distributed_alone(json.loads(DISTRIBUTED.read_text())))}")
+        elif options.soak:
+            print(f"written: {write(soak_alone(machine.cpu_fields()))}")
         elif options.peers:
             print(f"written: {write(peers_alone(machine.cpu_fields()))}")
         elif not options.tables:

@@ -14,17 +14,18 @@ number alone, so that a case that fails can be run again:
 
 from __future__ import annotations
 
+import datetime
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from bench import machine
+from bench.soak import SAVED
+
 #: One of so many cases runs, by the option that chooses tests.
 OF_ALL = {"soak": 1, "exhaustive": 10, "rest": 10, None: 1000, "smoke": 1000}
-#: Where `make soak` saves what was done, a file for each test.
-SAVED = Path(__file__).resolve().parents[1] / ".benchmarks" / "soak"
 
 
 class Repeat:
@@ -98,4 +99,5 @@ def repeat(request):
     if how == "soak":
         SAVED.mkdir(parents=True, exist_ok=True)
         name = "".join(c if c.isalnum() else "-" for c in request.node.nodeid)
-        (SAVED / f"{name}.json").write_text(json.dumps({"test": request.node.nodeid, "rows": made.rows}))
+        about = {"test": request.node.nodeid, "date": f"{datetime.date.today()}", "commit": machine.commit()}
+        (SAVED / f"{name}.json").write_text(json.dumps(about | {"rows": made.rows}))
