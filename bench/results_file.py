@@ -353,12 +353,7 @@ SCHEMA = {
         "date": datetime.date,
         "commit": str,
         "source": str,
-        "test": [
-            {
-                "test": str,
-                "row": [{"what": str, "done": int, "of": int, "seconds": float, "most": {str: float}}],
-            }
-        ],
+        "row": [{"what": str, "done": int, "of": int, "seconds": float, "most": {str: float}}],
     },
     "cost?": [{"isa": str, "activations": str, "decode_ns": float, "efficiency": float, "overlap": float}],
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 from bench import runs
@@ -24,38 +23,38 @@ def saved(folder: Path = SAVED) -> list[dict]:
 
 
 def published(tests: list[dict]) -> dict:
-    """A results file's `soak`. commit: of what ran last."""
+    """A results file's `soak`. Rows of one name, as parametrised tests have them, are one. commit: of what ran last."""
     last = max(tests, key=lambda test: test["date"])
+    rows: dict[str, list[dict]] = {}
+    for row in (row for test in tests for row in test["rows"]):
+        rows.setdefault(row["what"], []).append(row)
     return {
         "date": datetime.date.fromisoformat(last["date"]),
         "commit": last["commit"],
         "source": "make soak",
-        "test": [{"test": test["test"], "row": [_row(row) for row in test["rows"]]} for test in tests],
+        "row": [_row(what, same) for what, same in rows.items()],
     }
 
 
-def _row(row: dict) -> dict:
-    most = {label: digits(value) for label, value in row["most"].items()}
-    return {"what": row["what"], "done": row["done"], "of": row["of"], "seconds": digits(row["seconds"]), "most": most}
+def _row(what: str, rows: list[dict]) -> dict:
+    most: dict[str, float] = {}
+    for label, value in (pair for row in rows for pair in row["most"].items()):
+        most[label] = digits(max(value, most.get(label, value)))
+    done, of, seconds = (sum(row[name] for row in rows) for name in ("done", "of", "seconds"))
+    return {"what": what, "done": done, "of": of, "seconds": digits(seconds), "most": most}
 
 
 def table(found: list[Results]) -> tuple[Row, list[Row]]:
-    """Rows of one name, as parametrised tests have them, are one."""
-    heads = ("what", "cases", "of", "minutes", "most", "CPU")
-    rows = []
-    for results in found:
-        tests = results.data.get("soak", {}).get("test", [])
-        by_name: dict[str, list[dict]] = {}
-        for row in (row for test in tests for row in test["row"]):
-            by_name.setdefault(row["what"], []).append(row)
-        rows += [(name, *_cells(same), results.label) for name, same in by_name.items()]
-    return heads, rows
-
-
-def _cells(rows: list[dict]) -> Iterable[str]:
-    done, of = (sum(row[name] for row in rows) for name in ("done", "of"))
-    most: dict[str, float] = {}
-    for label, value in (pair for row in rows for pair in row["most"].items()):
-        most[label] = max(value, most.get(label, value))
-    minutes = sum(row["seconds"] for row in rows) / 60
-    return f"{done:,}", f"{of:,}", f"{minutes:.1f}", "; ".join(f"{label} {value:g}" for label, value in most.items()) or "-"
+    rows = [
+        (
+            row["what"],
+            f"{row['done']:,}",
+            f"{row['of']:,}",
+            f"{row['seconds'] / 60:.1f}",
+            "; ".join(f"{label} {value:g}" for label, value in row["most"].items()) or "-",
+            results.label,
+        )
+        for results in found
+        for row in results.data.get("soak", {}).get("row", [])
+    ]
+    return ("what", "cases", "of", "minutes", "most", "CPU"), rows
