@@ -226,3 +226,14 @@ def scaled_by(totals, weight_format, factor):
     totals32 = totals.astype(np.float32)
     assert np.array_equal(totals32, totals)  # else this would be another rounding
     return (totals32 / factor if weight_format.factor.divides else totals32 * factor).astype(float)
+
+
+def exact_matrix(rng, n, k, weight_format, bias=None):
+    """A Matrix of small integers, and its weights in float64, factor included."""
+    codes, scales = random_codes(rng, n, k, weight_format), odd_scales(rng, n, k, weight_format)
+    points, factor = random_zero_points(rng, n, k, weight_format), None
+    weights = weights_of(codes, scales, weight_format, points)
+    if weight_format.factor:
+        factor = 2.0 ** rng.integers(-2, 3, weight_format.factor.shape(n)).astype(np.float32)
+        weights = weights * factor[:, None]
+    return matrix_of("w", codes, scales, weight_format, points, factor, bias), weights

@@ -91,8 +91,8 @@ def random_mode(rng, of_integers: bool = False) -> str:
 
 @dataclass
 class RandomLayer:
-    """Experts, and what a layer of them is made with. x, weights: by what to multiply x and router weights, so that neither sums
-    nor results leave float32 where scales are extreme."""
+    """Experts, and what a layer of them is made with. x, weights: by what to multiply x and router weights, so that sums do not
+    leave float32 where scales are extreme."""
 
     experts: ExpertWeights
     settings: dict = field(default_factory=dict)

@@ -4,7 +4,6 @@ It has other threads, another way to split the work, other places of memory, oth
 calls. In this process, some tokens are alone.
 """
 
-import numpy as np
 import pytest
 import ways
 from helpers import same_bits
