@@ -14,6 +14,7 @@ from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer
 from ktmoe.experts import PROJECTIONS
 from ktmoe.weights.elements import E2M1, INT4, Element
 from ktmoe.weights.formats import Minimum, Scale, WeightFormat, ZeroPoint
+from ktmoe.weights.order import ROWS
 
 ALPHA = 2.0**30
 
@@ -187,7 +188,7 @@ def odd_scales(rng, n, k, weight_format, largest=7, powers=1):
     arrays of groups, by name, where there are super-scales, powers of two, or minima, which are like scales."""
     scale, offset = weight_format.scale, weight_format.offset
     if weight_format.super_scale or isinstance(offset, Minimum):
-        plain = replace(weight_format, super_scale=None, offset=None)
+        plain = replace(weight_format, super_scale=None, offset=None, order=ROWS)  # records could not leave them out
         arrays = {"scales": odd_scales(rng, n, k, plain, largest, powers)}
         if isinstance(offset, Minimum):
             arrays["offsets"] = odd_scales(rng, n, k, replace(plain, scale=offset.scale), largest, powers)
