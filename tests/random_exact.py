@@ -15,6 +15,7 @@ from random_layers import POOL, one_of
 from ktmoe import ExpertWeights, Matrix, MoELayer
 from ktmoe.dequantization import factors, read
 from ktmoe.experts import PROJECTIONS
+from ktmoe.reference import integer_unit
 from ktmoe.weights.formats import WeightFormat
 from ktmoe.weights.records import RecordOrder
 from ktmoe.weights.scales import SCALE_KINDS
@@ -97,7 +98,7 @@ def products(matrix: Matrix, x: np.ndarray) -> np.ndarray:
 def random_formats(rng, of_integers: bool) -> WeightFormat:
     """One that kernels have; of integers: as often as not one that their kernels have, else any."""
     pool = POOL | DENSE_FORMATS
-    names = [name for name, of in pool.items() if not of_integers or of.family in ("q4", "int", "grid", "ternary")]
+    names = [name for name, of in pool.items() if not of_integers or integer_unit(of) is not None]
     return pool[one_of(rng, names)]
 
 

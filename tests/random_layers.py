@@ -99,6 +99,11 @@ class RandomLayer:
     x: float = 1.0
     weights: float = 1.0
 
+    @property
+    def extreme(self) -> bool:
+        """Whether scales are: some sums may leave float32 all the same."""
+        return self.x != 1 or self.weights != 1
+
     def made(self, backend: str, **settings) -> MoELayer:
         return MoELayer(self.experts, backend, **(self.settings | settings))
 

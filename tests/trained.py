@@ -78,8 +78,8 @@ def arrays_of(found):
     return arrays
 
 
-def ratios(layer, experts, x, ids, weights, grad_y, lora=None, scale=1.0, again=False):
-    """What both passes gave, and the largest error of each array of it, by its name, as a share of its bound.
+def compared(layer, experts, x, ids, weights, grad_y, lora=None, scale=1.0, again=False):
+    """What both passes gave, and {the name of each array of it: (what is expected of it, it)}.
 
     again: backward() makes anew what forward() keeps."""
     options = {
@@ -92,27 +92,27 @@ def ratios(layer, experts, x, ids, weights, grad_y, lora=None, scale=1.0, again=
     }
     given = forward(layer, x, ids, weights, lora)
     expected = training_forward(experts, x, ids, weights, lora, **options)
-    compared = {"y": (expected.y, given.y)}
+    of_each = {"y": (expected.y, given.y)}
     used = np.isin(ids, np.nonzero(layer.expert_mask)[0]).reshape(-1)
     for name, array in zip("gut", given.saved, strict=True):
         if array is not None:
             assert np.isnan(array[~used]).all(), f"{name} of a pair that is skipped was written"
             wanted = getattr(expected, name)
-            compared[name] = Reference(wanted.y[used], wanted.bound[used]), array[used]
+            of_each[name] = Reference(wanted.y[used], wanted.bound[used]), array[used]
     found = backward(layer, x, ids, weights, grad_y, lora, None if again else given.saved, scale=scale)
     expected = training_backward(experts, x, ids, weights, grad_y, lora, scale=scale, **options)
-    compared |= {"dX": (expected.x, found.x), "dr": (expected.weights, found.weights)}
+    of_each |= {"dX": (expected.x, found.x), "dr": (expected.weights, found.weights)}
     for projection, pair in expected.lora.items():
         for name, wanted, array in zip("AB", pair, found.lora[projection], strict=True):
-            compared[f"d{name} of {projection}"] = wanted, array
-    for name, (wanted, _) in compared.items():
-        assert name == "t" or np.isfinite(wanted.bound).all(), name
-    return given, found, {name: wanted.worst(array) for name, (wanted, array) in compared.items()}
+            of_each[f"d{name} of {projection}"] = wanted, array
+    return given, found, of_each
 
 
 def assert_right(*args, **options):
-    """Check both passes against the reference; returns what they gave. Arguments: those of ratios()."""
-    given, found, worst = ratios(*args, **options)
-    for name, ratio in worst.items():
-        assert ratio <= 1, f"error of {name} is {ratio:.3g} of its bound"
+    """Check both passes against the reference; returns what they gave. Arguments: those of compared()."""
+    given, found, of_each = compared(*args, **options)
+    for name, (wanted, array) in of_each.items():
+        assert np.isfinite(wanted.bound).all(), name
+        worst = wanted.worst(array)
+        assert worst <= 1, f"error of {name} is {worst:.3g} of its bound"
     return given, found

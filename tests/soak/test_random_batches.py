@@ -42,7 +42,7 @@ def last_alone(layer, batch, y):
     assert same_bits(layer.forward(*(of[last] for of in batch)), y[last])
 
 
-@pytest.mark.cover("all")
+@pytest.mark.cover("values")
 @pytest.mark.usefixtures("three_nodes")
 @pytest.mark.parametrize(("backend", "family"), PAIRS, indirect=["backend"])
 def test_another_process_has_the_same_bits(backend, family, subject, is_emulated, other_process, repeat):

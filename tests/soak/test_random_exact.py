@@ -17,7 +17,7 @@ from ktmoe import GatedActivation, Linear, set_num_threads
 from ktmoe._native import core
 from ktmoe.reference import operand
 
-pytestmark = pytest.mark.usefixtures("three_nodes")
+pytestmark = [pytest.mark.usefixtures("three_nodes"), pytest.mark.cover("any backend")]
 #: Cases that have a matrix in common, which is packed once.
 AT_ONCE = 3
 #: Of an emulated backend, which takes a hundred times as long, one case of so many.

@@ -25,7 +25,7 @@ from random_layers import (
     random_tuning,
 )
 from simulated_training import Lora
-from trained import ratios, training_batch
+from trained import compared, training_batch
 
 from ktmoe import Linear, LinearGroup, quantize, reference, set_num_threads
 from ktmoe._native import core
@@ -34,7 +34,7 @@ from ktmoe.quantization import RULES
 from ktmoe.reference.moe import ROUNDING, TUNED_FOR
 from ktmoe.two_stage import gemm1, gemm2, moe_sorting
 
-pytestmark = pytest.mark.usefixtures("three_nodes")
+pytestmark = [pytest.mark.usefixtures("three_nodes"), pytest.mark.cover("any backend")]
 #: Cases that have a layer in common, which is packed once.
 AT_ONCE = 4
 #: Of an emulated backend, which takes a hundred times as long, one case of so many.
@@ -86,7 +86,7 @@ def check_forward(repeat, made, layer, rng, known=False):
     y = layer.forward(*batch)
     settings = settings_of(layer, made.experts, batch[0].dtype)
     wanted = reference.forward(made.experts, *batch, expert_mask=layer.expert_mask, **settings)
-    within(repeat, f"y in {y.dtype}", wanted, y, made.x != 1 or made.weights != 1)
+    within(repeat, f"y in {y.dtype}", wanted, y, made.extreme)
     return batch, y
 
 
@@ -104,6 +104,8 @@ def test_two_stages(backend, of_integers, cases, repeat):
 
     def make(rng):
         made = random_layer(rng, integers=of_integers)
+        while made.experts.intermediate % 2:  # a row of h in MXFP4 is a whole number of bytes
+            made = random_layer(rng, integers=of_integers)
         return made.made(backend, numa_nodes=[0]), made
 
     for layer, made, rng in cases("two stages", 200, make):
@@ -190,12 +192,13 @@ def test_training(backend, cases, repeat):
         projections = [projection for projection in PROJECTIONS if rng.integers(3)]
         kinds = {"rank": int(rng.integers(1, 20)), "dtype": one_of(rng, (np.float32, BF16))}
         lora = Lora(rng, made.experts, projections=projections, **kinds) if projections else None
-        return made.made(backend), made.experts, lora
+        return made.made(backend), made, lora
 
-    for layer, experts, lora, rng in cases("training", 500, make):
-        batch = training_batch(rng, experts, int(rng.integers(1, 9)), 2, np.float32 if rng.integers(2) else BF16)
+    for layer, made, lora, rng in cases("training", 500, make):
+        dtype = np.float32 if rng.integers(2) else BF16
+        x, ids, weights, grad_y = training_batch(rng, made.experts, int(rng.integers(1, 9)), 2, dtype)
+        batch = (x.astype(np.float64) * made.x).astype(dtype), ids, (weights * made.weights).astype(np.float32), grad_y
         layer.expert_mask[:] = rng.integers(4, size=layer.num_experts) > 0
         options = {"scale": float(one_of(rng, (1.0, 0.5))), "again": bool(rng.integers(2))}
-        for name, ratio in ratios(layer, experts, *batch, lora, **options)[2].items():
-            repeat.most(name, ratio)
-            assert ratio <= 1, f"error of {name} is {ratio:.3g} of its bound"
+        for name, (wanted, found) in compared(layer, made.experts, *batch, lora, **options)[2].items():
+            within(repeat, name, wanted, found, made.extreme)
