@@ -27,8 +27,8 @@ STEEP = GatedActivation(alpha=ALPHA)
 
 
 @pytest.fixture
-def mode(request):
-    return ways.SUBJECTS[request.node.callspec.params["backend"]].activations
+def subject(request):
+    return ways.SUBJECTS[request.node.callspec.params["backend"]]
 
 
 @pytest.fixture
@@ -40,18 +40,20 @@ def whole(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def test_dense_matrices(backend, mode, is_emulated, total, repeat):
+def test_dense_matrices(backend, subject, is_emulated, total, repeat):
     """A bias comes last, in float32, and one rounding to bfloat16 follows."""
     linear = None
-    for number in repeat(f"exact dense matrices: {backend} {mode}{', emulated' * is_emulated}", total):
+    for number in repeat(f"exact dense matrices: {subject.id}{', emulated' * is_emulated}", total):
         rng = np.random.default_rng((number, 2))
         if number % AT_ONCE == 0:
             bias = rng.integers(-99, 100, 160).astype(np.float32) if rng.integers(2) else None
-            matrix = random_matrix(rng, random_size(rng), random_size(rng), random_formats(rng, mode != "bf16"), bias)
+            matrix = random_matrix(
+                rng, random_size(rng), random_size(rng), random_formats(rng, subject.activations != "bf16"), bias
+            )
             linear = Linear(matrix, backend, "auto", numa_nodes=[0, 1] if matrix.shape[0] > 128 else None)
             set_num_threads(random_threads(rng))
         core.tune(**random_tuning(rng))
-        x = random_x(rng, int(rng.integers(1, 21)), matrix, mode == "int8")
+        x = random_x(rng, int(rng.integers(1, 21)), matrix, subject.activations == "int8")
         x = np.ldexp(x, int(rng.integers(-20, 20)) if bias is None else 0)
         wanted = products(matrix, x).astype(np.float32)
         where = f"{matrix.format.description} {matrix.shape}"
@@ -87,15 +89,15 @@ def random_layer(rng, backend, mode):
     return layer_of(backend, matrices, STEEP, numa_nodes=one_of(rng, ([0], [1]))), shown, made
 
 
-def test_layers(backend, mode, is_emulated, total, repeat):
+def test_layers(backend, subject, is_emulated, total, repeat):
     """One linear map of a layer, of one or two experts: their sums times router weights that are powers of two."""
     layer = None
-    for number in repeat(f"exact layers: {backend} {mode}{', emulated' * is_emulated}", total):
+    for number in repeat(f"exact layers: {subject.id}{', emulated' * is_emulated}", total):
         rng = np.random.default_rng((number, 3))
         if number % AT_ONCE == 0:
             if layer:
                 layer.close()
-            layer, shown, made = random_layer(rng, backend, mode)
+            layer, shown, made = random_layer(rng, backend, subject.activations)
             set_num_threads(random_threads(rng))
         core.tune(**random_tuning(rng))
         x = random_x(rng, int(rng.integers(1, 21)), made[0], layer.activations == "int8")
