@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 from exact import exact_matrix
 from ggml_records import random_bits
-from linears import DENSE_FORMATS
 from random_layers import POOL, one_of
 
 from ktmoe import ExpertWeights, Matrix, MoELayer
@@ -24,7 +23,7 @@ from ktmoe.weights.scales import SCALE_KINDS
 LIMIT = 2.0**24
 
 
-def random_matrix(rng, n: int, k: int, weight_format: WeightFormat, bias=None) -> Matrix:
+def integer_matrix(rng, n: int, k: int, weight_format: WeightFormat, bias=None) -> Matrix:
     """Of n outputs and k inputs, rounded up to whole items of the arrays."""
     n, k = (-(-size // unit) * unit for size, unit in zip((n, k), weight_format.code_unit, strict=True))
     if bias is not None:
@@ -95,11 +94,9 @@ def products(matrix: Matrix, x: np.ndarray) -> np.ndarray:
     return y if matrix.bias is None else y + matrix.bias
 
 
-def random_formats(rng, of_integers: bool) -> WeightFormat:
-    """One that kernels have; of integers: as often as not one that their kernels have, else any."""
-    pool = POOL | DENSE_FORMATS
-    names = [name for name, of in pool.items() if not of_integers or integer_unit(of) is not None]
-    return pool[one_of(rng, names)]
+def random_format(rng, of_integers: bool) -> WeightFormat:
+    """One that kernels have; of_integers: that kernels of integers have."""
+    return one_of(rng, [of for of in POOL.values() if not of_integers or integer_unit(of) is not None])
 
 
 def layer_of(backend: str, matrices: dict[str, list[Matrix]], activation, **settings) -> MoELayer:

@@ -12,7 +12,7 @@ import pytest
 import ways
 from exact import identity, matrix_of
 from linears import random_matrix
-from random_exact import layer_of, random_formats
+from random_exact import layer_of, random_format
 from random_layers import random_activation, random_threads
 from worst_cases import FLAT, STEEP, h_of, losing, ones_and_zeros, shown_layer, sorted_rows, tied
 
@@ -35,10 +35,10 @@ def subject(request):
 def operands(rng, worst, mode):
     """A matrix of any format, and rows that it is to be multiplied by: the same row for each token, few or many."""
     shape = 2 * int(rng.integers(1, 33)), 32 * int(rng.integers(2, 6))
-    matrix = random_matrix(rng, *shape, random_formats(rng, mode != "bf16"))
+    matrix = random_matrix(rng, *shape, random_format(rng, mode != "bf16"))
     n, k = matrix.shape
-    one_row = dequantize(matrix, slice(first := int(rng.integers(n)), first + 1), factor=False)[0]
-    x = losing(rng, one_row) if worst else round_bfloat16(rng.standard_normal(k))
+    (row,) = dequantize(matrix, [int(rng.integers(n))], factor=False)
+    x = losing(rng, row) if worst else round_bfloat16(rng.standard_normal(k))
     return matrix, np.tile(x, (int(rng.choice([1, 3, 13])), 1))
 
 

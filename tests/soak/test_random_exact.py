@@ -10,7 +10,7 @@ import pytest
 import ways
 from exact import ALPHA, identity, matrix_of, zeros
 from helpers import BF16
-from random_exact import layer_of, products, random_formats, random_matrix, random_x
+from random_exact import integer_matrix, layer_of, products, random_format, random_x
 from random_layers import one_of, random_size, random_threads, random_tuning
 
 from ktmoe import GatedActivation, Linear, set_num_threads
@@ -47,8 +47,8 @@ def test_dense_matrices(backend, subject, is_emulated, total, repeat):
         rng = np.random.default_rng((number, 2))
         if number % AT_ONCE == 0:
             bias = rng.integers(-99, 100, 160).astype(np.float32) if rng.integers(2) else None
-            matrix = random_matrix(
-                rng, random_size(rng), random_size(rng), random_formats(rng, subject.activations != "bf16"), bias
+            matrix = integer_matrix(
+                rng, random_size(rng), random_size(rng), random_format(rng, subject.activations != "bf16"), bias
             )
             linear = Linear(matrix, backend, "auto", numa_nodes=[0, 1] if matrix.shape[0] > 128 else None)
             set_num_threads(random_threads(rng))
@@ -66,14 +66,14 @@ def random_layer(rng, backend, mode):
 
     down: h is x, since the gate is 1 by its bias and up an identity. gate or up: y is h, since down is an identity.
     """
-    shown, weight_format = one_of(rng, ("gate", "up", "down")), random_formats(rng, mode != "bf16")
+    shown, weight_format = one_of(rng, ("gate", "up", "down")), random_format(rng, mode != "bf16")
     units, count = [math.lcm(2, unit) for unit in weight_format.code_unit], int(rng.integers(1, 3))
     n, k = (whole(random_size(rng), unit) for unit in units)
     if shown == "down":  # identities need a hidden size that is not below the intermediate one
         n = max(n, whole(k, units[0]))
     else:
         k = max(k, whole(n, units[1]))
-    made = [random_matrix(rng, n, k, weight_format) for _ in range(count)]
+    made = [integer_matrix(rng, n, k, weight_format) for _ in range(count)]
     intermediate, hidden = (k, n) if shown == "down" else (n, k)
     ones = np.ones(intermediate, np.float32)
     of_ones = matrix_of("ones", *zeros(intermediate, hidden), bias=ones)
