@@ -29,7 +29,8 @@ ENOUGH = 0.1
 
 @pytest.fixture
 def subject(request):
-    return ways.SUBJECTS[request.node.callspec.params["backend"]]
+    """The name in ways.SUBJECTS of what `backend` is."""
+    return request.node.callspec.params["backend"]
 
 
 def operands(rng, worst, mode):
@@ -131,13 +132,13 @@ TERMS = {
 
 @pytest.mark.cover("any backend")
 def test_each_term_reaches_a_tenth_of_its_bound_and_never_more_than_it(backend, subject, is_emulated, repeat):
-    reached = {}
-    what = f"error as a share of its bound: {subject.id}{', emulated' * is_emulated}"
+    reached, mode = {}, ways.SUBJECTS[subject].activations
+    what = f"error as a share of its bound: {subject}{', emulated' * is_emulated}"
     for number in repeat(what, EMULATED if is_emulated else TOTAL, LEAST):
         for at, (labels, of) in enumerate(TERMS.items()):
             rng = np.random.default_rng((number, at, 4))
             set_num_threads(random_threads(rng))
-            for label, ratio in zip(labels, np.atleast_1d(of(rng, number % 2 == 0, backend, subject.activations)), strict=True):
+            for label, ratio in zip(labels, np.atleast_1d(of(rng, number % 2 == 0, backend, mode)), strict=True):
                 assert ratio <= 1, f"case {number}: error of {label} is {ratio:.3g} of its bound"
                 reached[label] = max(float(ratio), reached.get(label, 0.0))
                 repeat.most(label, float(ratio))

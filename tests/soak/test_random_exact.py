@@ -28,7 +28,13 @@ STEEP = GatedActivation(alpha=ALPHA)
 
 @pytest.fixture
 def subject(request):
-    return ways.SUBJECTS[request.node.callspec.params["backend"]]
+    """The name in ways.SUBJECTS of what `backend` is."""
+    return request.node.callspec.params["backend"]
+
+
+@pytest.fixture
+def mode(subject):
+    return ways.SUBJECTS[subject].activations
 
 
 @pytest.fixture
@@ -40,20 +46,18 @@ def whole(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def test_dense_matrices(backend, subject, is_emulated, total, repeat):
+def test_dense_matrices(backend, subject, mode, is_emulated, total, repeat):
     """A bias comes last, in float32, and one rounding to bfloat16 follows."""
     linear = None
-    for number in repeat(f"exact dense matrices: {subject.id}{', emulated' * is_emulated}", total):
+    for number in repeat(f"exact dense matrices: {subject}{', emulated' * is_emulated}", total):
         rng = np.random.default_rng((number, 2))
         if number % AT_ONCE == 0:
             bias = rng.integers(-99, 100, 160).astype(np.float32) if rng.integers(2) else None
-            matrix = integer_matrix(
-                rng, random_size(rng), random_size(rng), random_format(rng, subject.activations != "bf16"), bias
-            )
+            matrix = integer_matrix(rng, random_size(rng), random_size(rng), random_format(rng, mode != "bf16"), bias)
             linear = Linear(matrix, backend, "auto", numa_nodes=[0, 1] if matrix.shape[0] > 128 else None)
             set_num_threads(random_threads(rng))
         core.tune(**random_tuning(rng))
-        x = random_x(rng, int(rng.integers(1, 21)), matrix, subject.activations == "int8")
+        x = random_x(rng, int(rng.integers(1, 21)), matrix, mode == "int8")
         x = np.ldexp(x, int(rng.integers(-20, 20)) if bias is None else 0)
         wanted = products(matrix, x).astype(np.float32)
         where = f"{matrix.format.description} {matrix.shape}"
@@ -89,15 +93,15 @@ def random_layer(rng, backend, mode):
     return layer_of(backend, matrices, STEEP, numa_nodes=one_of(rng, ([0], [1]))), shown, made
 
 
-def test_layers(backend, subject, is_emulated, total, repeat):
+def test_layers(backend, subject, mode, is_emulated, total, repeat):
     """One linear map of a layer, of one or two experts: their sums times router weights that are powers of two."""
     layer = None
-    for number in repeat(f"exact layers: {subject.id}{', emulated' * is_emulated}", total):
+    for number in repeat(f"exact layers: {subject}{', emulated' * is_emulated}", total):
         rng = np.random.default_rng((number, 3))
         if number % AT_ONCE == 0:
             if layer:
                 layer.close()
-            layer, shown, made = random_layer(rng, backend, subject.activations)
+            layer, shown, made = random_layer(rng, backend, mode)
             set_num_threads(random_threads(rng))
         core.tune(**random_tuning(rng))
         x = random_x(rng, int(rng.integers(1, 21)), made[0], layer.activations == "int8")
