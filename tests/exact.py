@@ -14,6 +14,7 @@ from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer
 from ktmoe.experts import PROJECTIONS
 from ktmoe.weights.elements import E2M1, INT4, Element
 from ktmoe.weights.formats import Minimum, Scale, WeightFormat, ZeroPoint
+from ktmoe.weights.order import ROWS
 
 ALPHA = 2.0**30
 
@@ -187,7 +188,7 @@ def odd_scales(rng, n, k, weight_format, largest=7, powers=1):
     arrays of groups, by name, where there are super-scales, powers of two, or minima, which are like scales."""
     scale, offset = weight_format.scale, weight_format.offset
     if weight_format.super_scale or isinstance(offset, Minimum):
-        plain = replace(weight_format, super_scale=None, offset=None)
+        plain = replace(weight_format, super_scale=None, offset=None, order=ROWS)  # records could not leave them out
         arrays = {"scales": odd_scales(rng, n, k, plain, largest, powers)}
         if isinstance(offset, Minimum):
             arrays["offsets"] = odd_scales(rng, n, k, replace(plain, scale=offset.scale), largest, powers)
@@ -226,3 +227,14 @@ def scaled_by(totals, weight_format, factor):
     totals32 = totals.astype(np.float32)
     assert np.array_equal(totals32, totals)  # else this would be another rounding
     return (totals32 / factor if weight_format.factor.divides else totals32 * factor).astype(float)
+
+
+def exact_matrix(rng, n, k, weight_format, bias=None):
+    """A Matrix of small integers, and its weights in float64, factor included."""
+    codes, scales = random_codes(rng, n, k, weight_format), odd_scales(rng, n, k, weight_format)
+    points, factor = random_zero_points(rng, n, k, weight_format), None
+    weights = weights_of(codes, scales, weight_format, points)
+    if weight_format.factor:
+        factor = 2.0 ** rng.integers(-2, 3, weight_format.factor.shape(n)).astype(np.float32)
+        weights = weights * factor[:, None]
+    return matrix_of("w", codes, scales, weight_format, points, factor, bias), weights

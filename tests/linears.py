@@ -1,4 +1,4 @@
-"""What the tests of Linear share: random matrices of every format, the float64 reference with its bound, and rows alone."""
+"""What the tests of Linear share: random matrices of every format, float64 references of y and of gradients, and rows alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import numpy as np
 from helpers import BF16, FORMATS, SCALES, random_arrays, same_bits
 
 from ktmoe import Linear, Matrix, reference, set_num_threads
+from ktmoe.machine import numa
 from ktmoe.modes import mode_of
 from ktmoe.reference import Reference, round_bfloat16
+from ktmoe.reference.errors import MAX_FLOAT32, gamma
 from ktmoe.reference.operands import flush_to_zero
+from ktmoe.reference.transposed import gradient_rows, together, transposed
 from ktmoe.weights.records import RecordOrder
 
 #: Every format that kernels have: those of safetensors and GGUF's records.
@@ -74,6 +77,31 @@ def assert_within(linear: Linear, matrix: Matrix, x: np.ndarray, dtype=None, fin
     worst = wanted.worst(y)
     assert worst <= 1, f"error is {worst:.3g} of its bound at {np.unravel_index(wanted.error(y).argmax(), y.shape)}"
     return y
+
+
+def cuts(linear: Linear) -> list[tuple[int, int]]:
+    """What each shard has of the outputs."""
+    return numa.split(linear.shape[0], linear.spec.shard_unit, linear.placement.shards)
+
+
+def expected_gradient(linears, matrices, grads, dtype) -> Reference:
+    """The sum of grad W of all, and how far off what is rounded to dtype may be: one chain for each shard, which are added."""
+    value, eps, size = 0.0, 0.0, 0.0
+    with np.errstate(all="ignore"):
+        for shard in range(linears[0].placement.shards):
+            sums = []
+            for linear, matrix, grad in zip(linears, matrices, grads, strict=True):
+                n = slice(*cuts(linear)[shard])
+                v = round_bfloat16(grad[:, n].astype(np.float64))
+                sums.append(transposed(matrix, *gradient_rows(matrix, v, v, v, n), linear.rounding, n))
+            of_shard, eps_shard = together(sums)
+            value, eps, size = value + of_shard, eps + eps_shard, size + np.abs(of_shard) + eps_shard
+        eps = np.where(size < MAX_FLOAT32, eps + gamma(linears[0].placement.shards - 1) * size, np.inf)
+        if dtype == BF16:
+            eps = np.maximum(round_bfloat16(value + eps) - value, value - round_bfloat16(value - eps)) + flush_to_zero(
+                value, eps
+            )
+    return Reference(value, eps)
 
 
 class RowsAlone:

@@ -8,18 +8,14 @@ import numpy as np
 import pytest
 import ways
 from helpers import BF16, FORMATS, in_child, same_bits
-from linears import DENSE_FORMATS, DENSE_KINDS, random_matrix
+from linears import DENSE_FORMATS, DENSE_KINDS, cuts, expected_gradient, random_matrix
 
 from ktmoe import Linear, LinearGroup, Matrix, set_num_threads
 from ktmoe._native import core
 from ktmoe.backends.base import PackedMatrix
 from ktmoe.dequantization import dequantize
 from ktmoe.errors import ClosedError, InputError, LackingError, OutOfMemoryError, UnavailableError
-from ktmoe.machine import numa
-from ktmoe.reference import Reference, round_bfloat16
-from ktmoe.reference.errors import MAX_FLOAT32, gamma
-from ktmoe.reference.operands import flush_to_zero
-from ktmoe.reference.transposed import gradient_rows, together, transposed
+from ktmoe.reference import round_bfloat16
 
 #: Outputs of a packed panel; sums of matrices that end with one go on as those of one matrix would.
 PANEL = 64
@@ -32,32 +28,8 @@ def backend(request, emulator_folder):
         yield name
 
 
-def cuts(linear):
-    return numa.split(linear.shape[0], linear.spec.shard_unit, linear.placement.shards)
-
-
-def expected(linears, matrices, grads, dtype) -> Reference:
-    """The sum of grad W of all, and how far off what is rounded to dtype may be: one chain for each shard, which are added."""
-    value, eps, size = 0.0, 0.0, 0.0
-    with np.errstate(all="ignore"):
-        for shard in range(linears[0].placement.shards):
-            sums = []
-            for linear, matrix, grad in zip(linears, matrices, grads, strict=True):
-                n = slice(*cuts(linear)[shard])
-                v = round_bfloat16(grad[:, n].astype(np.float64))
-                sums.append(transposed(matrix, *gradient_rows(matrix, v, v, v, n), linear.rounding, n))
-            of_shard, eps_shard = together(sums)
-            value, eps, size = value + of_shard, eps + eps_shard, size + np.abs(of_shard) + eps_shard
-        eps = np.where(size < MAX_FLOAT32, eps + gamma(linears[0].placement.shards - 1) * size, np.inf)
-        if dtype == BF16:
-            eps = np.maximum(round_bfloat16(value + eps) - value, value - round_bfloat16(value - eps)) + flush_to_zero(
-                value, eps
-            )
-    return Reference(value, eps)
-
-
 def assert_within(linears, matrices, grads, found):
-    wanted = expected(linears, matrices, grads, found.dtype)
+    wanted = expected_gradient(linears, matrices, grads, found.dtype)
     assert found.shape == wanted.y.shape
     assert np.isfinite(wanted.bound).all()
     worst = wanted.worst(found)

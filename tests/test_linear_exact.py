@@ -6,7 +6,7 @@ Where it fits its error bound, one wrong weight among thousands may still fit; h
 import numpy as np
 import pytest
 import ways
-from exact import matrix_of, odd_scales, random_codes, random_zero_points, weights_of
+from exact import exact_matrix
 from helpers import BF16, FORMATS
 
 from ktmoe import MXFP4, Linear, LinearGroup
@@ -33,17 +33,6 @@ def backend(request, emulator_folder):
     """Each backend in each mode that leaves this x as it is."""
     with ways.chosen(ways.SUBJECTS[request.param], emulator_folder) as name:
         yield name
-
-
-def exact_matrix(rng, n, k, weight_format, bias=None):
-    """A Matrix of small integers, and its weights in float64, factor included."""
-    codes, scales = random_codes(rng, n, k, weight_format), odd_scales(rng, n, k, weight_format)
-    points, factor = random_zero_points(rng, n, k, weight_format), None
-    weights = weights_of(codes, scales, weight_format, points)
-    if weight_format.factor:
-        factor = 2.0 ** rng.integers(-2, 3, weight_format.factor.shape(n)).astype(np.float32)
-        weights = weights * factor[:, None]
-    return matrix_of("w", codes, scales, weight_format, points, factor, bias), weights
 
 
 @pytest.mark.cover("values")

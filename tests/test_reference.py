@@ -188,6 +188,7 @@ def test_error_counts_a_difference_where_none_is_allowed():
     assert reference.error([[0.0, 1.0, np.nan]]).tolist() == [[0, 0.5, 0]]
     assert reference.error([[1e-300, 1.0, 7.0]]).tolist() == [[np.inf, 0.5, 0]]
     assert Reference(np.zeros((0, 3)), np.zeros((0, 3))).worst(np.zeros((0, 3))) == 0
+    assert Reference(np.full((1, 1), np.inf), np.full((1, 1), np.inf)).worst([[np.inf]]) == 0  # without a warning
 
 
 # samples, inputs

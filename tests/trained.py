@@ -7,6 +7,7 @@ from helpers import BF16, random_batch, shards_of
 
 from ktmoe._native import core
 from ktmoe.experts import PROJECTIONS
+from ktmoe.reference import Reference
 from ktmoe.reference.training import training_backward, training_forward
 
 
@@ -77,14 +78,10 @@ def arrays_of(found):
     return arrays
 
 
-def assert_close(name, expected, actual):
-    assert np.isfinite(expected.bound).all(), name
-    worst = expected.worst(actual)
-    assert worst <= 1, f"error of {name} is {worst:.3g} of its bound"
+def compared(layer, experts, x, ids, weights, grad_y, lora=None, scale=1.0, again=False):
+    """What both passes gave, and {the name of each array of it: (what is expected of it, it)}.
 
-
-def assert_right(layer, experts, x, ids, weights, grad_y, lora=None, scale=1.0, again=False):
-    """Check both passes against the reference; returns what they gave. again: backward() makes anew what forward() keeps."""
+    again: backward() makes anew what forward() keeps."""
     options = {
         "expert_mask": layer.expert_mask,
         "router_weight": layer.router_weight,
@@ -95,20 +92,27 @@ def assert_right(layer, experts, x, ids, weights, grad_y, lora=None, scale=1.0, 
     }
     given = forward(layer, x, ids, weights, lora)
     expected = training_forward(experts, x, ids, weights, lora, **options)
-    assert_close("y", expected.y, given.y)
+    of_each = {"y": (expected.y, given.y)}
     used = np.isin(ids, np.nonzero(layer.expert_mask)[0]).reshape(-1)
     for name, array in zip("gut", given.saved, strict=True):
-        if array is None:
-            continue
-        assert np.isnan(array[~used]).all(), f"{name} of a pair that is skipped was written"
-        wanted = getattr(expected, name)
-        error = np.abs(array[used].astype(np.float64) - wanted.y[used])
-        assert (error <= wanted.bound[used]).all(), name
+        if array is not None:
+            assert np.isnan(array[~used]).all(), f"{name} of a pair that is skipped was written"
+            wanted = getattr(expected, name)
+            of_each[name] = Reference(wanted.y[used], wanted.bound[used]), array[used]
     found = backward(layer, x, ids, weights, grad_y, lora, None if again else given.saved, scale=scale)
     expected = training_backward(experts, x, ids, weights, grad_y, lora, scale=scale, **options)
-    assert_close("dX", expected.x, found.x)
-    assert_close("dr", expected.weights, found.weights)
+    of_each |= {"dX": (expected.x, found.x), "dr": (expected.weights, found.weights)}
     for projection, pair in expected.lora.items():
-        for name, wanted, array in zip("ab", pair, found.lora[projection], strict=True):
-            assert_close(f"d{name.upper()} of {projection}", wanted, array)
+        for name, wanted, array in zip("AB", pair, found.lora[projection], strict=True):
+            of_each[f"d{name} of {projection}"] = wanted, array
+    return given, found, of_each
+
+
+def assert_right(*args, **options):
+    """Check both passes against the reference; returns what they gave. Arguments: those of compared()."""
+    given, found, of_each = compared(*args, **options)
+    for name, (wanted, array) in of_each.items():
+        assert np.isfinite(wanted.bound).all(), name
+        worst = wanted.worst(array)
+        assert worst <= 1, f"error of {name} is {worst:.3g} of its bound"
     return given, found

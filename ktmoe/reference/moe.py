@@ -40,9 +40,9 @@ class Reference:
 
     def error(self, actual: np.ndarray) -> np.ndarray:
         """|actual - y| / bound, elementwise: at most 1 if a backend is right; NaN is infinite, unless the bound is: then 0."""
-        difference = np.abs(np.asarray(actual).astype(np.float64) - self.y)
-        difference = np.where(np.isnan(difference), np.inf, difference)
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):  # infinity less infinity, and zero by zero
+            difference = np.abs(np.asarray(actual).astype(np.float64) - self.y)
+            difference = np.where(np.isnan(difference), np.inf, difference)
             ratio = np.where(difference == 0, 0.0, difference / self.bound)
         return np.where(np.isinf(self.bound), 0.0, ratio)
 
