@@ -4,6 +4,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -55,8 +56,8 @@ def at_once(*tasks):
         return list(pool.map(run, tasks))
 
 
-def linear(n, k, value=1.0):
-    return Matrix("m", F32, (n, k), np.full((n, k), value, np.float32))
+def linear(n, k):
+    return Matrix("m", F32, (n, k), np.ones((n, k), np.float32))
 
 
 def in_a_new_process(code):
@@ -67,8 +68,7 @@ def in_a_new_process(code):
 
 
 def test_first_use():
-    for _ in range(3):
-        in_a_new_process(FIRST_USE)
+    in_a_new_process(FIRST_USE)
 
 
 def test_importing_does_not_turn_the_gil_on(monkeypatch):
@@ -80,10 +80,24 @@ def test_importing_does_not_turn_the_gil_on(monkeypatch):
     assert in_a_new_process(f"import sys, {rooms}; print(sys._is_gil_enabled())") == "False\n"
 
 
-def test_the_pool_has_the_number_that_was_chosen_last():
-    for _ in range(20):
-        at_once(*(lambda n=n: set_num_threads(n) for n in (1, 2) * (THREADS // 2)))
-        assert core.pool_threads() == get_num_threads()
+def test_the_pool_has_the_number_that_was_chosen_last(monkeypatch):
+    """One thread chooses while another one is about to tell the pool what was chosen before."""
+    tell, chosen = core.configure_pool, threading.Event()
+
+    def tell_later(number, *how):
+        if number == 1:
+            assert chosen.wait(60)
+        tell(number, *how)
+
+    monkeypatch.setattr(core, "configure_pool", tell_later)
+    first = threading.Thread(target=set_num_threads, args=(1,))
+    first.start()
+    while get_num_threads() != 1:
+        time.sleep(0.001)
+    set_num_threads(2)
+    chosen.set()
+    first.join()
+    assert core.pool_threads() == get_num_threads() == 2
 
 
 def test_no_setting_is_lost():
@@ -99,27 +113,68 @@ def test_no_setting_is_lost():
         at_once(*(lambda name=name: set_many(name, range(1, 300)) for name in names))
 
 
-def test_a_layer_is_closed_once(monkeypatch):
-    class Counting(Bare):
-        def __init__(self):
-            self.closed, self.rounding = [], "exact"
+class Counting(Bare):
+    """closed, replaced: an item for each call."""
 
-        def close(self):
-            self.closed.append(threading.get_ident())
+    rounding = "exact"
+
+    def __init__(self):
+        self.closed, self.replaced = [], []
+
+    def close(self):
+        self.closed.append(None)
+
+    def replace(self, expert, matrices):
+        self.replaced.append(None)
+
+
+def test_a_layer_is_closed_once(monkeypatch):
+    """Both threads find what is packed before one of them takes it away."""
+    both = threading.Barrier(2)
+
+    class Layer(MoELayer):
+        @property
+        def packed(self):
+            held = vars(self).get("held")
+            if held is not None and threading.current_thread() is not threading.main_thread():
+                both.wait(60)
+            return held
+
+        @packed.setter
+        def packed(self, held):
+            vars(self)["held"] = held
 
     experts = random_experts(np.random.default_rng(1), 1, 32, 32)
-    for _ in range(50):
-        packed = Counting()
-        monkeypatch.setattr(type(backends.get("fp32_lut")), "pack", lambda *_, packed=packed: packed)
-        layer = MoELayer(experts, "fp32_lut")
-        at_once(*[layer.close] * THREADS)
-        assert len(packed.closed) == 1
+    packed = Counting()
+    monkeypatch.setattr(type(backends.get("fp32_lut")), "pack", lambda *_: packed)
+    layer = Layer(experts, "fp32_lut")
+    at_once(layer.close, layer.close)
+    assert len(packed.closed) == 1
+    layer.close()
+    assert len(packed.closed) == 1
 
 
 def test_replacements_are_counted():
-    with Linear(linear(32, 32)) as matrix:
-        at_once(*[lambda: [matrix.replace(linear(32, 32)) for _ in range(25)]] * THREADS)
-        assert matrix.replaced == 25 * THREADS
+    with Linear(one := linear(32, 32)) as matrix:
+        packed, matrix.packed = matrix.packed, Counting()  # which is so fast that threads meet
+        at_once(*[lambda: [matrix.replace(one) for _ in range(2000)]] * 4)
+        assert matrix.replaced == len(matrix.packed.replaced) == 8000
+        matrix.packed = packed
+
+
+def test_a_plug_in_is_taken_out_while_all_are_listed():
+    class Changing(Registry):
+        def names(self):
+            found = super().names()
+            if "other" in found:
+                self.unregister("other")
+            return found
+
+    registry = Changing("backend", "ktmoe.backends", "ktmoe.no-such-group", Backend)
+    plugin = backends.get("fp32_lut")
+    for name in ("always", "other"):
+        registry.register(name, plugin)
+    assert plugin in registry.values()
 
 
 def test_a_registry_is_read_while_it_changes():
@@ -130,7 +185,7 @@ def test_a_registry_is_read_while_it_changes():
 
     def change():
         try:
-            for turn in range(2000):
+            for turn in range(300):
                 registry.register(f"name {turn % 7}", plugin)
                 registry.unregister(f"name {turn % 7}")
         finally:
