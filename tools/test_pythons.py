@@ -23,13 +23,11 @@ from tools import pythons  # noqa: E402
 from tools.requirements import requirements  # noqa: E402
 
 VERSIONS = ("3.12", "3.13", "3.14", "3.13t", "3.14t")
-#: What --smoke runs: importing, the pool, layers, loaders, packing, training, captured calls, forks, plug-ins, many threads.
+#: What --smoke runs: importing, the pool, a loader, training, captured calls, forks, plug-ins, many threads. All have layers.
 SMOKE = (
     "test_public.py",
     "test_pool.py",
-    "test_layer.py",
     "test_loader_mxfp4.py",
-    "test_packing.py",
     "test_training.py",
     "test_captured_calls.py",
     "test_forks.py",
