@@ -64,6 +64,9 @@ test-machines: $(STAMPS)/native $(STAMPS)/test ## one model in vLLM on two machi
 test-sglang: $(STAMPS)/native $(STAMPS)/test ## SGLang's own layer on ktmoe: first installs it, about 2 minutes
 	@$(PY) tools/test_sglang.py $(ARGS)
 
+test-pythons: $(STAMPS)/native $(STAMPS)/test ## building and testing on other CPythons, 3.12 to 3.14 and those without a GIL: about 25 minutes
+	@$(PY) tools/test_pythons.py $(ARGS)
+
 test-avx2: $(STAMPS)/native $(STAMPS)/test ## vLLM's tests in a QEMU guest without AVX-512: needs root, first installs QEMU and a kernel, over an hour without KVM; ARGS=lscpu runs that
 	@$(PY) tools/avx2_guest.py $(ARGS)
 
@@ -120,7 +123,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo demo-chat test verify soak test-kt-kernel test-writers test-engines test-machines test-sglang test-avx2 test-numa bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-distributed bench-training bench-graphs simulation results lint format config clean FORCE
+.PHONY: help demo demo-chat test verify soak test-kt-kernel test-writers test-engines test-machines test-sglang test-pythons test-avx2 test-numa bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-distributed bench-training bench-graphs simulation results lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE

@@ -7,6 +7,7 @@ its command or the compiler changed. Beside it stands what the compiler said, fo
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,11 @@ from setuptools.errors import CompileError
 NATIVE = Path("ktmoe/_native")
 OBJECTS = Path("build/native")
 OWN_CFLAGS = shlex.split(os.environ.get("CFLAGS", ""))
+#: What C sources are compiled with that know nothing of Python, in the place of Python's own flags: all versions share the
+#: objects.
+WITHOUT_PYTHON = ("-DNDEBUG", "-fwrapv", "-fPIC")
+#: The folder of what is compiled for one Python.
+PYTHON = f"python/{sysconfig.get_config_var('SOABI')}"
 ISA = runpy.run_path(str(NATIVE / "isa.py"))  # by its path, since the package is not built yet
 
 
@@ -40,7 +47,7 @@ class BuildNative(build_ext):
         known = [name for name in ISA["ISAS"] if self.compiler_accepts(name)]
         python = tuple(f"-I{folder}" for folder in self.include_dirs)
         # The Cython module checks arguments and waits for locks: -O3 gains nothing.
-        jobs = [(Path(extension.sources[0]), "python", ("-O2", *python))]
+        jobs = [(Path(extension.sources[0]), PYTHON, ("-O2", *python))]
         for name in known:
             for source in ISA["sources"](name):
                 flags = ISA["compile_flags"](name) + ISA["definitions"](name, source)
@@ -61,9 +68,12 @@ class BuildNative(build_ext):
         """The object of a source, compiled now if need be. folder: below OBJECTS."""
         target = OBJECTS / folder / source.parent.name / f"{source.stem}.o"
         digest, needs = target.with_suffix(".sha256"), target.with_suffix(".d")
+        of_python = self.compiler.compiler_so
+        if folder != PYTHON:
+            of_python = [*itertools.takewhile(lambda word: not word.startswith("-"), of_python), *WITHOUT_PYTHON]
         # Python's own flags have -g. Debug information took more than half of the build's time, so -g0 takes it back. CFLAGS
         # come again behind it, so that they can ask for it.
-        command = [*self.compiler.compiler_so, "-g0", *OWN_CFLAGS, f"-I{NATIVE}", *ISA["C_FLAGS"], "-Wall", "-Wextra", *flags]
+        command = [*of_python, "-g0", *OWN_CFLAGS, f"-I{NATIVE}", *ISA["C_FLAGS"], "-Wall", "-Wextra", *flags]
         command += ["-MMD", "-MF", str(needs), "-c", str(source), "-o", str(target)]
         if self.force or not target.exists() or not digest.exists() or digest.read_text() != made_of(command, needs):
             digest.unlink(missing_ok=True)

@@ -62,7 +62,7 @@ class Linear(PackedWeights):
     ):
         weights = matrix if isinstance(matrix, LinearWeights) else LinearWeights(matrix)
         self.spec, self.shape, self.format = weights.spec, weights.shape(), weights.formats["weight"]
-        self.replaced = 0
+        self._replacements: list[None] = []
         self._pack(
             weights,
             backend,
@@ -115,6 +115,11 @@ class Linear(PackedWeights):
                 arenas=arenas,
             )
 
+    @property
+    def replaced(self) -> int:
+        """How often replace() has changed it."""
+        return len(self._replacements)
+
     def forward(self, x, out=None, dtype=None):
         """y [tokens, n], in x's kind and dtype.
 
@@ -163,7 +168,7 @@ class Linear(PackedWeights):
         with asking(self.backend, self.name):
             packed.replace(0, {"weight": matrix})
         self.rounding = packed.rounding
-        self.replaced += 1
+        self._replacements.append(None)  # which several threads can do at once, as they cannot count
 
     def export(self) -> Matrix:
         """The matrix in the checkpoint's own bytes. Raises ClosedError, UnavailableError if the backend cannot."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -86,12 +87,13 @@ class PackedWeights(ABC):
             )
         if self.mapped and progress:
             progress(weights.nbytes, weights.nbytes)
+        self._closing = threading.Lock()
         self.packed, self.rounding, self.nbytes = packed, packed.rounding, packed.nbytes
 
     def close(self) -> None:
         """Give the memory back, after calls that are running. A second call does nothing."""
         packed, self.packed = self.packed, None
-        if packed is not None:
+        if packed is not None and self._closing.acquire(blocking=False):  # of threads that close it at once, one does
             packed.close()
 
     def __enter__(self) -> Self:

@@ -70,7 +70,9 @@ class Registry(Generic[T]):
 
     def values(self) -> list[T]:
         """All plugins, in the order of their names."""
-        return [self._plugins[name] for name in self.names()]
+        self._load()
+        plugins = self._plugins.copy()  # at once: another thread may take one out
+        return [plugins[name] for name in sorted(plugins)]
 
     def _checked(self, name: str, plugin: object) -> T:
         if not isinstance(plugin, self._base):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from environments import ROOT
 
 from ktmoe._native import isa
 
-#: What every CPU runs has these folders; those of the instruction sets are named as they are.
-DRIVER, PYTHON = "driver", "python"
+#: What every CPU runs has these folders, the second one of this Python; those of the instruction sets are named as they are.
+DRIVER, PYTHON = "driver", f"python/{sysconfig.get_config_var('SOABI')}"
 
 
 def objects(folder: str) -> list[str]:

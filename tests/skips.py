@@ -21,6 +21,7 @@ ALLOWED = (
     r"there can be no network namespaces here: ",
     r"matplotlib is not installed",
     r"needs two CPUs",
+    r"this Python has a GIL",
     r"needs (several NUMA nodes|the guest (\w+ )?of make test-numa)",  # these guests have them
     r"IPv6 cannot be used here",
     r"(kt-kernel|SGLang|compressed-tensors|modelopt|autoawq|quark|gptqmodel|torchao) is not installed",

@@ -29,7 +29,8 @@ class Environment:
     """name: of its folder. title: for messages. installs: pip's arguments, one command each. variables: for pip's builds.
 
     base: an environment whose packages this one sees, too, so that large ones are installed once. builds: commands that make a
-    program after that, in the environment's folder, with its own programs first.
+    program after that, in the environment's folder, with its own programs first. interpreter: what it is made with, this one
+    if None.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Environment:
     variables: dict[str, str] = field(default_factory=dict)
     base: Environment | None = None
     builds: tuple[tuple[str, ...], ...] = ()
+    interpreter: Path | None = None
 
 
 #: What several share: torch, and what packages that use it need.
@@ -114,8 +116,11 @@ def python(environment: Environment, progress: Callable[[str], object], folder: 
     if not (interpreter.exists() and stamp.exists() and stamp.read_text() == wanted):
         progress(f"installing {environment.title}")
         try:
-            venv.create(home, clear=True, with_pip=True)
-        except subprocess.CalledProcessError as error:
+            if environment.interpreter:
+                subprocess.run([environment.interpreter, "-m", "venv", "--clear", home], capture_output=True, check=True)
+            else:
+                venv.create(home, clear=True, with_pip=True)
+        except (subprocess.CalledProcessError, OSError) as error:
             raise SetUpError(f"{home}: could not be made a virtual environment with pip: {error}") from None
         if environment.base:
             (packages(environment, folder) / "base.pth").write_text(f"{packages(environment.base, folder)}\n")
@@ -173,5 +178,6 @@ def _fingerprint(environment: Environment) -> str:
     """What an environment was made from: if it is another, the environment is made again."""
     made_from: tuple[object, ...] = (sys.version_info[:2], environment.installs, environment.variables)
     made_from += (environment.builds,) if environment.builds else ()
+    made_from += (str(environment.interpreter),) if environment.interpreter else ()
     base = _fingerprint(environment.base) if environment.base else ""
     return hashlib.sha256((repr(made_from) + base).encode()).hexdigest()

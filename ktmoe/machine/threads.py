@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import threading
 import warnings
 from pathlib import Path
 
@@ -68,7 +69,11 @@ def _asked_for() -> bool:
 
 def get_num_threads() -> int:
     """Threads that a forward call uses, the caller's included."""
-    return _chosen or environment.num_threads() or default_num_threads()
+    return _number(_chosen)
+
+
+def _number(chosen: int | None) -> int:
+    return chosen or environment.num_threads() or default_num_threads()
 
 
 def set_num_threads(n: int) -> None:
@@ -89,11 +94,15 @@ def set_num_threads(n: int) -> None:
 
 def configure() -> None:
     """Tell the native pool; it starts threads only when there is work. Warns of more threads than CPUs."""
-    number, asked_for = get_num_threads(), _asked_for()
-    if asked_for and number > len(numa.usable_cpus()):
-        # of this very line, so that Python shows it once for each text
-        warnings.warn(f"{number} threads make calls slow here: {explain_default()}", RuntimeWarning, stacklevel=1)
-    core.configure_pool(number, asked_for, environment.spin_us(), numa.UNBOUND.domains)
+    while True:
+        chosen = _chosen
+        number, asked_for = _number(chosen), chosen is not None or environment.num_threads() is not None
+        if asked_for and number > len(numa.usable_cpus()):
+            # of this very line, so that Python shows it once for each text
+            warnings.warn(f"{number} threads make calls slow here: {explain_default()}", RuntimeWarning, stacklevel=1)
+        core.configure_pool(number, asked_for, environment.spin_us(), numa.UNBOUND.domains)
+        if chosen == _chosen:  # else another thread has chosen since, and the pool may have been told that before this
+            break
     core.tune(scratch_bytes=environment.scratch_bytes())
 
 
@@ -117,10 +126,8 @@ class ThreadpoolController(threadpoolctl.LibController):
 
 def register_with_threadpoolctl() -> None:
     """Tell threadpoolctl of the pool, once, when the first layer is made: importing ktmoe changes nothing."""
-    global _registered
-    if not _registered:
-        _registered = True
+    if _registered.acquire(blocking=False):
         threadpoolctl.register(ThreadpoolController)
 
 
-_registered = False
+_registered = threading.Lock()  # taken by the first thread, and never given back

@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False
+# cython: language_level=3, boundscheck=False, wraparound=False, freethreading_compatible=True
 """The driver's face to Python, in one module since the C behind it has one pool. Checks, one nogil block, checks.
 
 placement.pxi: where shards are and which threads serve them. pool.pxi: the pool. tables.pxi: kernel tables. formats.pxi:
@@ -9,6 +9,7 @@ captured.pxi: the same in CUDA graphs. arenas.pxi: their arenas in files. quanti
 to MX formats. probe/: what tests and benches look at, and the package never calls. driver/: the C interfaces, by folder.
 core.pyi has the types of all this.
 The pool's lock is never held together with the GIL: fork takes both.
+Nothing here relies on the GIL: what several threads may reach is under the pool's lock, never changed, or a dict of Python's.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffe
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.errno cimport errno as last_errno
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memset
+from libc.string cimport memcmp, memcpy, memset
 
 from ktmoe._native.ktmoe cimport *
 from ktmoe._native.python.driver.base cimport *
@@ -59,17 +60,19 @@ def _layout_versions():
 
 LAYOUT_VERSIONS = _layout_versions()
 
-cdef dict _features = {}
+
+def _cpu_features():
+    cdef size_t count = 0
+    cdef const kt_cpu_feature *features = kt_cpu_features(&count)
+    return {features[i].name.decode(): bool(features[i].present) for i in range(count)}
+
+
+_FEATURES = _cpu_features()  # it does not change, and every layer that is made asks many times
 
 
 def cpu_features():
     """{name as in /proc/cpuinfo: whether this CPU has it and the operating system has it enabled}."""
-    cdef size_t count = 0
-    cdef const kt_cpu_feature *features
-    if not _features:  # it does not change, and every layer that is made asks many times
-        features = kt_cpu_features(&count)
-        _features.update({features[i].name.decode(): bool(features[i].present) for i in range(count)})
-    return dict(_features)
+    return dict(_FEATURES)
 
 
 def permit_tiles():

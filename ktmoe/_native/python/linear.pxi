@@ -30,7 +30,7 @@ cdef class PackedLinear(_PackedExperts):
         cdef float[::1] factors
         cdef int error = 0
         cdef kt_outcome outcome
-        cdef size_t k = self.experts.layer.hidden
+        cdef size_t missing, k = self.experts.layer.hidden
         cdef const kt_format *f = &self.experts.formats[0]
         memset(&to, 0, sizeof(to))
         to.numbers, to.count = &rows[0], rows.shape[0]
@@ -47,9 +47,10 @@ cdef class PackedLinear(_PackedExperts):
         with nogil:
             kt_pool_lock()
             outcome = kt_experts_read_rows(&self.experts, &to, &error)
+            missing = self.experts.missing if outcome == KT_INCOMPLETE else 0
             kt_pool_unlock()
         self._check_outcome(outcome)
-        self._check_whole(False, self.experts.missing if outcome == KT_INCOMPLETE else 0)
+        self._check_whole(False, missing)
         if outcome == KT_FAILED:
             _raise(error, f"reading {to.count} rows of {self._spec.name}")
 

@@ -42,18 +42,22 @@ def usable_cpus():
 
 def tune(**settings):
     """Set fields of kt_tuning (forward/tuning.h); returns all fields as they were. None of them changes a bit of any result."""
-    cdef kt_tuning tuning
-    with nogil:
-        kt_pool_lock()
-        tuning = kt_moe_tuning
-        kt_pool_unlock()
-    old = dict(tuning)
-    unknown = settings.keys() - old.keys()
-    if unknown:
-        raise InputError(f"unknown tuning {sorted(unknown)}; known are {sorted(old)}")
-    tuning = {**old, **settings}
-    with nogil:
-        kt_pool_lock()
-        memcpy(&kt_moe_tuning, &tuning, sizeof(tuning))
-        kt_pool_unlock()
+    cdef kt_tuning before, tuning
+    cdef bint changed = True  # by another thread meanwhile
+    while changed:
+        with nogil:
+            kt_pool_lock()
+            memcpy(&before, &kt_moe_tuning, sizeof(before))
+            kt_pool_unlock()
+        old = dict(before)
+        unknown = settings.keys() - old.keys()
+        if unknown:
+            raise InputError(f"unknown tuning {sorted(unknown)}; known are {sorted(old)}")
+        tuning = {**old, **settings}
+        with nogil:
+            kt_pool_lock()
+            changed = memcmp(&before, &kt_moe_tuning, sizeof(before)) != 0
+            if not changed:
+                memcpy(&kt_moe_tuning, &tuning, sizeof(tuning))
+            kt_pool_unlock()
     return old
