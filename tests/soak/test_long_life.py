@@ -28,7 +28,7 @@ COUNTS = {
 }
 #: Bytes that differ from look to look for other reasons: threads that load end in another order.
 NOISE = {"load_models": 6000}
-LEAST = 20  # in any run: a few of these are too few to tell
+LEAST = 10  # in any run: a few of these are too few to tell
 ENVIRONMENT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 
 
