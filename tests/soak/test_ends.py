@@ -29,7 +29,7 @@ ALL = [
     *({"doing": doing, "where": "queued", "how": how} for doing in QUEUED for how in ENDS),
 ]
 #: How many processes one process forks, by the option that chooses tests.
-FORKED = {"soak": 40, None: 5}
+FORKED = {"soak": 40, None: 3}
 
 
 @pytest.fixture(scope="module")
