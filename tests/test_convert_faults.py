@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from ktmoe import cli
 from ktmoe.cache.packing import pack
 from ktmoe.conversion import convert, stated, writing
 from ktmoe.conversion.storage import storage
-from ktmoe.errors import CheckpointError, OutOfSpaceError, OutputError
+from ktmoe.errors import CheckpointError, OutOfSpaceError, OutputError, UnavailableError
 from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.weights.formats import MXFP4
 
@@ -92,6 +93,20 @@ def test_progress_goes_on(source, tmp_path):
     seen = []
     again(source, tmp_path / "out", progress=lambda done, total: seen.append((done, total)))
     assert 0 < seen[0][0] < seen[0][1] == seen[-1][0]
+
+
+def test_a_thread_that_cannot_be_started(source, whole, tmp_path, monkeypatch):
+    """As of a process that may have no more, or of an interpreter that exits."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(UnavailableError, match=r"ktmoe convert: starting a thread: can't start new thread"):
+            again(source, tmp_path / "out")
+    again(source, tmp_path / "out")
+    assert tree(tmp_path / "out") == whole
 
 
 @pytest.mark.parametrize("change", ["removed", "truncated", "of other tensors"])

@@ -277,6 +277,34 @@ def test_interpreter_exit_does_not_wait(folder, use):
     assert done.stdout.strip() == ("layers.1.ffn.experts" if use else "")
 
 
+BEGINNING = """
+import sys, threading, time
+from contextlib import suppress
+import ktmoe
+from ktmoe.errors import KtmoeError
+
+def slow(thread, start=threading.Thread.start):
+    if thread.name.startswith("ktmoe-load"):
+        begun.set()
+        time.sleep(0.2)
+    start(thread)
+
+def load():
+    with suppress(KtmoeError):  # no more threads can be started then
+        ktmoe.MoEModel.from_checkpoint(sys.argv[1])
+
+begun, threading.Thread.start = threading.Event(), slow
+threading.Thread(target=load, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_interpreter_exit_while_loading_begins(folder):
+    """In another thread, which is just starting the first of those that load."""
+    done = subprocess.run([sys.executable, "-c", BEGINNING, folder], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_fork_while_loading(folder, nothing_left):
     """A child has what was loaded and says so of the rest; the parent goes on."""

@@ -59,7 +59,7 @@ class BackgroundTasks:
         self._reporting = threading.Lock()  # guards _done, and is held while progress is called
         self._done = dict.fromkeys(self._sizes, 0)
         forks.watch(self)
-        _alive.add(self)
+        _alive[id(self)] = self
         _stop_at_exit()
         try:
             for number in range(min(at_once, len(self._sizes))):
@@ -106,7 +106,9 @@ class BackgroundTasks:
         self.end(why)
         if threading.current_thread() in self._threads:
             return
-        for thread in list(self._threads):
+        with self._changed:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join()
         self._close_made()
 
@@ -144,15 +146,15 @@ class BackgroundTasks:
 
     def _start(self, name: str) -> None:
         thread = threading.Thread(target=self._work, name=name, daemon=True)
-        with self._changed:
-            self._threads.append(thread)
-            self._running += 1
         try:
-            with thread_for(f"{self._what}s: starting thread {name}"):
-                thread.start()
+            with self._changed, thread_for(f"{self._what}s: starting thread {name}"):
+                self._threads.append(thread)
+                self._running += 1
+                thread.start()  # with the lock held: stop() may come from another thread, and joins what has begun
         except BaseException:
-            self._threads.remove(thread)
-            self._leave()
+            if thread in self._threads:
+                self._threads.remove(thread)
+                self._leave()
             raise
 
     def _work(self) -> None:
@@ -222,9 +224,15 @@ class _Stopped(Exception):
     """Ends what is being made; nobody outside sees it."""
 
 
-_alive: weakref.WeakSet[BackgroundTasks] = weakref.WeakSet()
+_alive: weakref.WeakValueDictionary[int, BackgroundTasks] = weakref.WeakValueDictionary()
 
 
 @functools.cache
 def _stop_at_exit() -> None:
-    atexit.register(lambda: [loading.stop("the interpreter exits") for loading in list(_alive)])
+    atexit.register(_stop_all)
+
+
+def _stop_all() -> None:
+    for reference in _alive.valuerefs():  # a list at once: daemon threads may still make others
+        if loading := reference():
+            loading.stop("the interpreter exits")

@@ -70,7 +70,8 @@ def convert(
     The index is written last. Until then ktmoe refuses to load the folder.
     Raises OutputError: the folder has other files, another process writes it, the disk is full; OutOfSpaceError before anything
     is written; OutOfMemoryError; CheckpointError also for a file that changes meanwhile; FormatError for experts that are not
-    to be converted; InputError for options that do not exist, and for formats that no backend computes.
+    to be converted; InputError for options that do not exist, and for formats that no backend computes; UnavailableError if a
+    thread cannot be started, as when the interpreter exits.
     """
     if shard_bytes < 1:
         raise InputError(f"shard_bytes: expected at least 1, found {shard_bytes}")

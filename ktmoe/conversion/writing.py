@@ -15,7 +15,7 @@ from ktmoe.conversion.jobs import CHUNK_BYTES, Job, Made
 from ktmoe.conversion.journal import Journal
 from ktmoe.conversion.plan import Shard
 from ktmoe.conversion.source import Source
-from ktmoe.errors import OutOfSpaceError, OutputError
+from ktmoe.errors import OutOfSpaceError, OutputError, thread_for
 from ktmoe.files.atomic import AtomicFile, sync_folder, write_json
 from ktmoe.files.lock import exclusive
 from ktmoe.files.safetensors_writer import SafetensorsWriter
@@ -144,14 +144,15 @@ class Workers:
     """Threads that run jobs ahead of whoever writes their bytes: as many as ktmoe has, and one job more than threads."""
 
     def __init__(self, command: str):
-        self._threads = get_num_threads()
+        self._threads, self._what = get_num_threads(), f"ktmoe {command}: starting a thread"
         self._pool = ThreadPoolExecutor(self._threads, f"ktmoe-{command}")
 
     def in_order(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Made]]:
         ahead: deque[tuple[Job, Future[Made]]] = deque()
         try:
             for job in jobs:
-                ahead.append((job, self._pool.submit(job.make)))
+                with thread_for(self._what):
+                    ahead.append((job, self._pool.submit(job.make)))
                 if len(ahead) > self._threads:
                     job, future = ahead.popleft()
                     yield job, future.result()
