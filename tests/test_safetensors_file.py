@@ -16,7 +16,14 @@ from safetensors import SafetensorError, safe_open
 from ktmoe.errors import CheckpointError
 from ktmoe.loaders import safetensors_file
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.safetensors_file import DTYPE_BITS, JSON_LIMIT_BYTES, JSON_LIMIT_VALUES, SafetensorsFile, read_json_object
+from ktmoe.loaders.safetensors_file import (
+    DTYPE_BITS,
+    JSON_LIMIT_BYTES,
+    JSON_LIMIT_DEPTH,
+    JSON_LIMIT_VALUES,
+    SafetensorsFile,
+    read_json_object,
+)
 
 U8 = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 
@@ -195,6 +202,18 @@ def test_an_error_does_not_keep_the_text(tmp_path, text):
     assert caught.value.__cause__ is caught.value.__context__ is None  # which have it
 
 
+@pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a":', "}")], ids=["lists", "objects"])
+def test_levels_are_limited(tmp_path, begin, end):
+    """Or what copies, writes or shows a value fails, as copy.deepcopy() did at a depth of 300."""
+    path = tmp_path / "config.json"
+    inner = JSON_LIMIT_DEPTH - 1
+    path.write_text('{"a": ' + begin * inner + "1" + end * inner + "}")
+    assert read_json_object(path)
+    path.write_text('{"a": ' + begin * (inner + 1) + "1" + end * (inner + 1) + "}")
+    with pytest.raises(CheckpointError, match=rf"config.json: expected JSON of at most {JSON_LIMIT_DEPTH} levels, found more"):
+        read_json_object(path)
+
+
 def test_bytes_are_limited(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"a": 1}')
     monkeypatch.setattr(safetensors_file, "JSON_LIMIT_BYTES", 8)
@@ -209,9 +228,9 @@ FACE = "\N{GRINNING FACE}"  # makes each character of a string take 4 bytes
 
 
 def chains(key):
-    """Objects of one key, 900 in each other: COUNT in all. key: number -> its text."""
+    """Objects of one key, 60 in each other: COUNT in all. key: number -> its text."""
     numbers = iter(range(COUNT))
-    chain = [["{" + f'"{key(n)}":' for n in itertools.islice(numbers, 900)] for _ in range(-(-COUNT // 901))]
+    chain = [["{" + f'"{key(n)}":' for n in itertools.islice(numbers, 60)] for _ in range(-(-COUNT // 61))]
     return '"a":[' + ",".join("".join(part) + "0" + "}" * len(part) for part in chain) + "]"
 
 

@@ -30,6 +30,9 @@ JSON_LIMIT_BYTES = 40_000_000
 #: are in the header of a file with 125,000 tensors. Together the limits bound the work: the worst file found takes 0.6 GB and
 #: 2 seconds.
 JSON_LIMIT_VALUES = 1_000_000
+#: How deep objects and lists may be in each other. Published files have 10 levels at most; Python's own functions for what is
+#: nested fail at some hundreds.
+JSON_LIMIT_DEPTH = 64
 _COUNT_LIMIT = 2**64 - 1  # sizes are unsigned 64-bit in the reference parser
 
 
@@ -46,7 +49,7 @@ class SafetensorsFile(TensorFile):
 def read_json_object(path: Path) -> dict:
     """A file's JSON object, in which no object has a key twice.
 
-    Raises CheckpointError for more than JSON_LIMIT_BYTES or JSON_LIMIT_VALUES, OutOfMemoryError.
+    Raises CheckpointError for more than JSON_LIMIT_BYTES, JSON_LIMIT_VALUES or JSON_LIMIT_DEPTH, OutOfMemoryError.
     """
     fd, size = open_regular(path)
     try:
@@ -83,7 +86,19 @@ def _parse_object(text: bytearray, path: Path) -> dict:
         raise CheckpointError(f"{path}: expected a JSON object, found malformed JSON: {malformed}")
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {show(value)}")
+    _check_depth(value, path)
     return value
+
+
+def _check_depth(value: dict, path: Path) -> None:
+    """Raise CheckpointError for more than JSON_LIMIT_DEPTH levels."""
+    level: list[dict | list] = [value]
+    for _ in range(JSON_LIMIT_DEPTH):
+        insides = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [inner for inside in insides for inner in inside if isinstance(inner, dict | list)]
+        if not level:
+            return
+    raise CheckpointError(f"{path}: expected JSON of at most {JSON_LIMIT_DEPTH} levels, found more")
 
 
 def _parse_header(path: Path, fd: int, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
