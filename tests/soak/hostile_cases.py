@@ -60,7 +60,8 @@ class Headers(Cases):
             for part in ("seeds", "parser"):
                 (folder / name / part).mkdir(parents=True)
             good, found = seeds(name, folder / name / "seeds")
-            self._good[name], self._seeds[name] = frozenset(good), good + found
+            often = good * (1 + 2 * len(found) // len(good))  # hostile ones of hostile ones are hardly ever read
+            self._good[name], self._seeds[name] = frozenset(good), often + found
             self._parsers[name] = PARSERS[name](folder / name / "parser")
         self._names = ("/proc/self/fd/", "model.layers.0.", str(folder), "model: ", "modules: ")  # the last two: arguments
         self._data = b""
