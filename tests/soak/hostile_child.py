@@ -1,7 +1,7 @@
 """hostile_child.py CASES FOLDER ANSWERS: runs cases of hostile input, which may end this process, and says what came of them.
 
-CASES is a key of hostile_cases.CASES. FOLDER is for its files. "FIRST COUNT" on stdin asks for cases; the answer is a line of
-JSON on the descriptor ANSWERS. FOLDER/now has the number of the case that runs, also where the process died.
+CASES is a key of hostile_cases.CASES, or "faulty". FOLDER is for its files. "FIRST COUNT" on stdin asks for cases; the answer
+is a line of JSON on the descriptor ANSWERS. FOLDER/now has the number of the case that runs, also where the process died.
 
 What is promised: a case loads, or raises a KtmoeError that is short and names the thing. It takes less than SECONDS of CPU time
 (time.process_time) and less than MEMORY (RLIMIT_AS, so that more is refused). It says nothing on stdout and stderr, raises no
@@ -45,7 +45,7 @@ def main(name: str, folder: Path, answers: int) -> None:
     (folder / "now").write_bytes(bytes(8))
     with (folder / "now").open("r+b") as file:
         now = mmap.mmap(file.fileno(), 8)
-    cases = CASES[name](folder)
+    cases = _cases(name)(folder)
     for number in range(cases.warm_up):  # what is made once
         hostile_case(cases, number, Counter())
     gc.collect()
@@ -65,6 +65,14 @@ def main(name: str, folder: Path, answers: int) -> None:
                 faults.append(f"case {number} ({cases.label(number)}): {fault}")
         answer = {"counts": counts, "faults": faults, "ms": slowest / 1e6, "MB": (_status("VmHWM") - before) / 1e6}
         os.write(answers, json.dumps(answer).encode() + b"\n")
+
+
+def _cases(name: str) -> type[Cases]:
+    if name == "faulty":
+        from faulty_cases import Faulty
+
+        return Faulty
+    return CASES[name]
 
 
 def hostile_case(cases: Cases, number: int, counts: Counter) -> tuple[int, str]:

@@ -58,7 +58,7 @@ class Child:
             "OMP_NUM_THREADS": "1",
             "MALLOC_ARENA_MAX": "1",  # one for each thread would take address space, which is what is limited
         }
-        with (self._folder / "said").open("wb") as said:
+        with (self._folder / "said").open("w+b") as said:
             command = [sys.executable, "-W", "error", str(HERE / "hostile_child.py")]
             command += [name, str(self._folder / "files"), str(writing)]
             options = {"stdin": subprocess.PIPE, "stdout": said, "stderr": said, "pass_fds": [writing], "env": environment}
