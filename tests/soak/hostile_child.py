@@ -50,7 +50,7 @@ def main(name: str, folder: Path, answers: int) -> None:
         hostile_case(cases, number, Counter())
     gc.collect()
     gc.freeze()
-    resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + MEMORY, -1))
+    resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
     before = _status("VmHWM")
     while line := sys.stdin.readline():
