@@ -106,6 +106,7 @@ def test_limits(tmp_path, monkeypatch):
         ({"x" * 1001: 1}, "p: expected patterns of at most 1000 characters"),
         ({f"{'x' * 990}{number}": 1 for number in range(2100)}, "p: expected at most 2000000 characters with all alternatives"),
         ({f"{'x' * 490}({number}{'|' * 490})": 1 for number in range(20)}, "p: expected at most 2000000 characters"),
+        ({f"{number}{'|a' * 300}": 1 for number in range(300)}, "p: expected at most 2000000 characters"),
     ):
         with pytest.raises(CheckpointError, match=message):
             Patterns("p", values)

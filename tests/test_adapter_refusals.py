@@ -71,6 +71,7 @@ def test_configs(tmp_path, config, message):
         ({f"{OUTER}_A.weight": np.ones((6, 0), F32)}, "expected two dimensions above 0"),
         ({f"{OUTER}_A.weight": np.ones((6, 6), np.int32)}, "dtype: expected F32 or BF16 or F16, found I32"),
         ({f"{OUTER}_A.weight": np.full((6, 6), np.nan, F32)}, "must be finite, found nan"),
+        ({f"{INNER}_B.weight": np.full((12, 6), 0x7F800001, np.uint32).view(F32)}, "must be finite, found nan"),
         ({f"{OUTER}_A.weight": np.ones((6, 7), F32)}, r"expected \[experts, intermediate, hidden\] alike"),
         ({f"{OUTER}_A.weight": np.ones((4, 6), F32), f"{OUTER}_B.weight": np.ones((10, 4), F32)}, "alike, found gate"),
         ({f"{INNER}_B.weight": np.ones((13, 6), F32)}, "expected an even number of outputs, found 13"),
@@ -165,3 +166,12 @@ def test_wrong_arguments(tmp_path, arguments, message):
     with pytest.raises(InputError, match=message):
         export_adapter(tmp_path / "out", **({"loras": {0: lora()}, "model": QWEN} | arguments))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_signalling_nan_behind_another_alpha(tmp_path):
+    """It is refused without a warning, whatever multiplies it."""
+    tensors = files.tensors_of()
+    tensors[f"{OUTER}_B.weight"] = np.full((10, 6), 0x7F800001, np.uint32).view(F32)
+    folder = files.write(tmp_path / "adapter", tensors, alpha_pattern={"mlp.experts.down_proj": 16})
+    with pytest.raises(FormatError, match="expected alpha / rank of"):
+        import_adapter(folder, QWEN)

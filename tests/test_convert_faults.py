@@ -142,6 +142,16 @@ def test_other_options(source, tmp_path, options, label):
     assert tree(tmp_path / "out") == before
 
 
+def test_a_journal_that_says_more(source, tmp_path):
+    interrupted(source, tmp_path / "out")
+    index = tmp_path / "out" / INDEX
+    found = json.loads(index.read_text())
+    found["ktmoe_convert"]["identity"]["more"] = 1
+    index.write_text(json.dumps(found))
+    with pytest.raises(OutputError, match="holds an unfinished conversion with another identity; choose another folder"):
+        again(source, tmp_path / "out")
+
+
 def test_another_source(source, tmp_path):
     interrupted(source, tmp_path / "out")
     os.utime(source / "model.safetensors", ns=(1, 1))
@@ -229,6 +239,15 @@ def test_a_pattern_that_takes_years(source, pattern):
     info = TensorInfo("a.weight", "F8_E4M3", (2, 2), source, 0, 4)
     found, _ = stated.config({"quantization_config": ignored}, storage(MXFP4), [0], False, [info])
     assert found["quantization_config"]["ignore"] == ["re:" + pattern]
+
+
+def test_a_group_that_is_no_object():
+    """It says nothing of weights, and is not kept."""
+    stated_before = {"quant_method": "compressed-tensors", "config_groups": {"a": 1, "b": {"targets": ["x"]}}}
+    info = TensorInfo("model.layers.0.self_attn.q_proj.weight_packed", "I32", (1, 1), Path("f"), 0, 4)
+    found, _ = stated.config({"quantization_config": stated_before}, storage(MXFP4), [0], False, [info])
+    assert found["quantization_config"]["config_groups"]["group_1"] == {"format": None, "targets": ["x"]}
+    assert found["quantization_config"]["config_groups"].keys() == {"group_0", "group_1"}
 
 
 def test_a_target_that_is_a_file(source, tmp_path):

@@ -62,6 +62,7 @@ WRONG = {
     "a large rank": ({"gate": pair(rank=257)}, r"a rank of 1 to 256, found \[3, 257, 64\]"),
     "layout": ({"gate": (A.transpose(0, 2, 1), B)}, "gate's a must be C-contiguous"),
     "NaN": ({"gate": (A, with_(B, (2, 1, 0), np.nan))}, r"gate's b \[2, 1, 0\] must be finite, found nan"),
+    "signalling NaN": ({"gate": (A, np.full(B.shape, 0x7F81, np.uint16).view(BF16))}, "b .* must be finite, found nan"),
     "infinity": ({"gate": (with_(A.astype(BF16), (0, 4, 63), -np.inf), B)}, r"a \[0, 4, 63\] must be finite, found -inf"),
 }
 

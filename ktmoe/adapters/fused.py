@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ktmoe.arrays import BF16
-
 #: (a [experts, rank, inputs], b [experts, outputs, rank]).
 Pair = tuple[np.ndarray, np.ndarray]
 
@@ -86,7 +84,7 @@ def padded(pair: Pair, rank: int) -> Pair:
 
 def scaled(b: np.ndarray, factor: float) -> np.ndarray | None:
     """b * factor, a power of two; None if a number would be rounded."""
-    with np.errstate(over="ignore", under="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         made = (_float32(b) * np.float32(factor)).astype(b.dtype)
         back = (_float32(made) * np.float32(1 / factor)).astype(b.dtype)
     return made if np.array_equal(back, b) else None
@@ -98,8 +96,8 @@ def _rows(outputs: int, second: bool, interleaved: bool) -> slice:
 
 
 def _magnitudes(array: np.ndarray) -> np.ndarray:
-    """What is not 0 where a number is not: bfloat16's any() makes objects."""
-    return array.view(np.uint16) << 1 if array.dtype == BF16 else array
+    """What is not 0 where a number is not: bfloat16's any() makes objects, and float32's warns of signalling NaNs."""
+    return array.view(f"u{array.itemsize}") << 1
 
 
 def _float32(array: np.ndarray) -> np.ndarray:

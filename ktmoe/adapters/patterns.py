@@ -14,10 +14,12 @@ from collections.abc import Iterator, Mapping
 from ktmoe.errors import CheckpointError
 from ktmoe.messages import show
 
-#: The most patterns, the most characters of one, and the most of all together with their alternatives written out.
+#: The most patterns, the most characters of one, and the most of all together with their alternatives written out, each of
+#: which counts as _OF_ONE characters more, since it takes as long as they do.
 PATTERNS, LENGTH, CHARACTERS = 20_000, 1_000, 2_000_000
-#: The most characters of names that are compared with one pattern after another; they take some seconds.
-COMPARED = 100_000_000
+_OF_ONE = 32
+#: The most characters of names that are compared with one pattern after another.
+COMPARED = 20_000_000
 #: A pattern with ( | ) once at most: (1) what is before the bracket, (2) in it and (3) behind it.
 _ONE_BRACKET = re.compile(r"([^()]*)(?:\(([^()]*)\))?([^()]*)")
 #: What a pattern has more than a name.
@@ -48,7 +50,7 @@ class Patterns:
         characters = 0
         for order, pattern in enumerate(values):
             for each in self._alternatives(pattern):
-                characters += len(each) + 1
+                characters += len(each) + _OF_ONE
                 if characters > CHARACTERS:
                     raise CheckpointError(
                         f"{self._where}: expected at most {CHARACTERS} characters with all alternatives written out, found more"

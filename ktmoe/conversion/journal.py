@@ -70,6 +70,7 @@ class Journal:
         if (before := found.get("identity")) != self._identity:
             before = before if isinstance(before, dict) else {}
             labels = [label for label in self._identity if before.get(label) != self._identity[label]]
+            labels += ["identity"]  # of a journal that says more
             raise OutputError(
                 f"{folder}: holds an unfinished {self._noun} with another {labels[0]}; choose another folder, or remove this "
                 "one"

@@ -86,8 +86,8 @@ def _fresh(stored: Storage, layers: Collection[int | str], partly: bool, rest: l
 def _added(found: dict, stored: Storage, layers: Collection[int | str], partly: bool) -> dict:
     """A quantization_config of compressed-tensors with one group more, which comes first, for the experts."""
     groups = found.get("config_groups")
-    groups = groups if isinstance(groups, dict) else {}
-    before = {f"group_{number}": {"format": found.get("format"), **group} for number, group in enumerate(groups.values(), 1)}
+    groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    before = {f"group_{number}": {"format": found.get("format"), **group} for number, group in enumerate(groups, 1)}
     mine = _group(stored, layers, partly)
     pattern = mine["targets"][0].removeprefix("re:")
     example = next((f"model.layers.{layer}.mlp.experts.0.gate_proj" for layer in layers if isinstance(layer, int)), "")

@@ -18,10 +18,10 @@ from ktmoe.messages import show
 #: Versions that are read. 1 has counts of 32 bits and was in use for some weeks of 2023.
 VERSIONS = (2, 3)
 #: Longest header in bytes. The longest parts known are vocabularies, of about 20 MB.
-HEADER_LIMIT_BYTES = 1 << 27
+HEADER_LIMIT_BYTES = 1 << 25
 #: The most keys of metadata, tensors, and items of arrays that are walked through or kept. Models have some thousand
 #: tensors. Vocabularies and their merges have 0.8 million items. Together the limits bound the work, see docs/notes.md.
-KEYS_LIMIT, TENSORS_LIMIT, ITEMS_LIMIT = 1 << 12, 1 << 16, 1 << 22
+KEYS_LIMIT, TENSORS_LIMIT, ITEMS_LIMIT = 1 << 12, 1 << 16, 1 << 21
 _SLOW_ITEMS = 16  # what an array in an array counts as, and a number that is kept: they take as long
 #: Longest names of keys and of tensors, in bytes; ggml has at most 65535 and 63.
 KEY_LIMIT_BYTES, NAME_LIMIT_BYTES = 65535, 255

@@ -26,10 +26,14 @@ DTYPE_BITS = {
 
 #: Longest header, index or config that is parsed, in bytes. The longest index known is Kimi-K2.5's, 23.5 MB.
 JSON_LIMIT_BYTES = 40_000_000
-#: The most commas and opening brackets in such a file, about its number of values. Kimi-K2.5's index has 0.2 million; a million
-#: are in the header of a file with 125,000 tensors. Together the limits bound the work: the worst file found takes 0.6 GB and
-#: 2 seconds.
-JSON_LIMIT_VALUES = 1_000_000
+#: Of that, how much may be text that is not ASCII alone: such text takes up to four times its bytes.
+JSON_LIMIT_UNICODE = JSON_LIMIT_BYTES // 4
+#: The most commas and opening brackets in such a file, about its number of values. Kimi-K2.5's index has 0.2 million; the
+#: header of a file with 87,000 tensors has 0.7 million. docs/notes.md says what the worst file within the limits takes.
+JSON_LIMIT_VALUES = 700_000
+#: How deep objects and lists may be in each other. Published files have 10 levels at most; Python's own functions for what is
+#: nested fail at some hundreds.
+JSON_LIMIT_DEPTH = 64
 _COUNT_LIMIT = 2**64 - 1  # sizes are unsigned 64-bit in the reference parser
 
 
@@ -46,7 +50,7 @@ class SafetensorsFile(TensorFile):
 def read_json_object(path: Path) -> dict:
     """A file's JSON object, in which no object has a key twice.
 
-    Raises CheckpointError for more than JSON_LIMIT_BYTES or JSON_LIMIT_VALUES, OutOfMemoryError.
+    Raises CheckpointError for more than one of the limits above, OutOfMemoryError.
     """
     fd, size = open_regular(path)
     try:
@@ -61,8 +65,13 @@ def read_json_object(path: Path) -> dict:
 
 
 def _parse_object(text: bytearray, path: Path) -> dict:
+    """The object that a text is, of which nothing is left."""
     if (found := sum(map(text.count, b",[{"))) > JSON_LIMIT_VALUES:
         raise CheckpointError(f"{path}: expected at most {JSON_LIMIT_VALUES} JSON values, found about {found}")
+    if len(text) > JSON_LIMIT_UNICODE and not text.isascii():
+        raise CheckpointError(
+            f"{path}: expected at most {JSON_LIMIT_UNICODE} bytes of JSON that is not ASCII, found {len(text)}"
+        )
 
     def unique(pairs: list) -> dict:
         table = dict(pairs)
@@ -74,7 +83,9 @@ def _parse_object(text: bytearray, path: Path) -> dict:
 
     malformed = None
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+        decoded = text.decode("utf-8")
+        text.clear()  # its memory is free for what is made of it
+        value = json.loads(decoded, object_pairs_hook=unique)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:  # which has the whole text
@@ -83,7 +94,19 @@ def _parse_object(text: bytearray, path: Path) -> dict:
         raise CheckpointError(f"{path}: expected a JSON object, found malformed JSON: {malformed}")
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {show(value)}")
+    _check_depth(value, path)
     return value
+
+
+def _check_depth(value: dict, path: Path) -> None:
+    """Raise CheckpointError for more than JSON_LIMIT_DEPTH levels."""
+    level: list[dict | list] = [value]
+    for _ in range(JSON_LIMIT_DEPTH):
+        insides = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [inner for inside in insides for inner in inside if isinstance(inner, dict | list)]
+        if not level:
+            return
+    raise CheckpointError(f"{path}: expected JSON of at most {JSON_LIMIT_DEPTH} levels, found more")
 
 
 def _parse_header(path: Path, fd: int, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:

@@ -155,7 +155,9 @@ def _checked(value, name: str, finite: bool) -> np.ndarray:
     if finite:
         # by expert, so that hardly any memory is needed
         for expert, own in enumerate(array.view(arrays.BF16) if array.dtype == np.uint16 else array):
-            if not np.isfinite(own).all():
-                row, column = np.argwhere(~np.isfinite(own))[0].tolist()
+            with np.errstate(invalid="ignore"):  # of signalling NaNs, of which ml_dtypes warns
+                good = np.isfinite(own)
+            if not good.all():
+                row, column = np.argwhere(~good)[0].tolist()
                 raise InputError(f"{name} [{expert}, {row}, {column}] must be finite, found {float(own[row, column])}")
     return array
