@@ -176,7 +176,7 @@ def test_names_of_other_models(address, path):
 def test_random_requests(server, address, repeat):
     """Each is answered or refused, never a fault of the server's."""
     client = http.client.HTTPConnection(address.hostname, address.port, timeout=commands.PATIENCE)
-    for number in repeat("random requests to the server", 20_000, least=100):
+    for number in repeat("random requests to the server", 10_000, least=100):
         path, body = made(number)
         client.request("POST", path, body, {"Content-Type": "application/json"})
         response = client.getresponse()
