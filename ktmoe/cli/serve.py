@@ -11,6 +11,7 @@ import click
 
 from ktmoe.cli import engine, options
 from ktmoe.cli.signals import signals_as_exit
+from ktmoe.machine import environment
 
 if TYPE_CHECKING:
     from ktmoe.transformers import serving
@@ -20,7 +21,7 @@ HELP = """An OpenAI-compatible server for one model.
 DIR is a checkpoint's folder, a .gguf file, or the id of a model on the Hugging Face Hub. The server is `transformers
 serve`, with its streaming, tools and chat templates. It loads the model first. Clients name it by the folder's name, by the
 file's without .gguf, or by its Hub id.
-It has no password. Ctrl-C ends it.
+Whoever reaches it may use it, unless it has a key. Ctrl-C ends it.
 
 ARGUMENTS after -- go to `transformers serve`; `ktmoe serve DIR -- --help` lists them. Paths in them must be absolute.
 """
@@ -34,6 +35,11 @@ ARGUMENTS after -- go to `transformers serve`; `ktmoe serve DIR -- --help` lists
 )
 @click.option(
     "--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes any free port."
+)
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    help="Clients must send it, as Authorization: Bearer KEY. Other users see arguments; KTMOE_API_KEY is not seen.",
 )
 @click.option(
     "--context",
@@ -61,6 +67,7 @@ def command(
     arguments: tuple[str, ...],
     host: str,
     port: int,
+    api_key: str | None,
     context: int | None,
     request_timeout: int,
     backend: str,
@@ -71,6 +78,7 @@ def command(
     dense: str,
     experts: str | None,
 ) -> None:
+    key = _key(api_key)
     engine.start(server=True)
     import typer
 
@@ -85,10 +93,10 @@ def command(
             given = parsed.params
             serving.check_address(given["host"], given["port"])
             tokenizer = load_tokenizer(made.folder, trust_remote_code=given["trust_remote_code"])
-            with serving.serving(made, parsed, serving.ServerLimits(context, request_timeout)) as found:
-                _warn(given["host"], found, context)
-                url = found.url
-                click.echo(f"{made.name} is served at {url}/v1: {_example(url, made.name, bool(tokenizer.chat_template))}")
+            with serving.serving(made, parsed, serving.ServerLimits(context, request_timeout), key) as found:
+                _warn(given["host"], found, context, key)
+                example = _example(found.url, made.name, bool(tokenizer.chat_template), key)
+                click.echo(f"{made.name} is served at {found.url}/v1: {example}")
                 while True:
                     time.sleep(3600)
         except typer.Exit:  # --help
@@ -97,19 +105,30 @@ def command(
             raise click.UsageError(f"transformers serve: {error.format_message()}") from None
 
 
-def _warn(host: str, found: serving.Listening, context: int | None) -> None:
+def _key(given: str | None) -> str | None:
+    """The key that clients must know, if any; what is given stands before the environment."""
+    if given is None:
+        return environment.api_key()
+    if not environment.is_key(given):
+        raise click.UsageError(f"--api-key: expected {environment.KEY}")
+    return given
+
+
+def _warn(host: str, found: serving.Listening, context: int | None, key: str | None) -> None:
     """Warn on stderr of what someone may not expect."""
     from ktmoe.transformers.server.access import is_local
 
-    if not is_local(host):
-        click.echo(f"ktmoe: {host} is not a local address: whoever reaches it can use the model", err=True)
+    if key is None and not is_local(host):
+        click.echo(f"ktmoe: {host} is not a local address: whoever reaches it can use the model; see --api-key", err=True)
     if context is None and found.context < found.declared:
         reason = f"since memory may not suffice for the model's {found.declared}"
         click.echo(f"ktmoe: prompt and answer may have {found.context} tokens together, {reason}; see --context", err=True)
 
 
-def _example(url: str, name: str, converses: bool) -> str:
-    """A call of curl. converses: whether the model has a chat template; without one it only continues a text."""
+def _example(url: str, name: str, converses: bool, key: str | None) -> str:
+    """A call of curl, without the key itself. converses: whether the model has a chat template; without one it only continues a
+    text."""
     asked = {"messages": [{"role": "user", "content": "Hello"}]} if converses else {"prompt": "Hello"}
     path, body = "chat/completions" if converses else "completions", json.dumps({"model": name, **asked})
-    return f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'"
+    authorization = "" if key is None else " -H 'Authorization: Bearer KEY'"
+    return f"curl {url}/v1/{path}{authorization} -H 'Content-Type: application/json' -d '{body}'"

@@ -6,6 +6,9 @@ import os
 
 from ktmoe.errors import InputError
 
+#: What a key may be, in words.
+KEY = "1 to 1000 characters of ASCII, without spaces"
+
 
 def _whole_number(name: str, default: int | None, low: int, high: int) -> int | None:
     text = os.environ.get(name)
@@ -35,6 +38,19 @@ def scratch_bytes() -> int:
     """KTMOE_SCRATCH_MB: bound of the scratch memory that all layers share, for forward calls and again for backward calls.
     Larger batches go in chunks."""
     return _whole_number("KTMOE_SCRATCH_MB", 256, 1, 2**20) << 20
+
+
+def api_key() -> str | None:
+    """KTMOE_API_KEY: what clients of `ktmoe serve` must know. It is not shown in messages."""
+    text = os.environ.get("KTMOE_API_KEY")
+    if text is not None and not is_key(text):
+        raise InputError(f"environment variable KTMOE_API_KEY must be {KEY}")
+    return text
+
+
+def is_key(text: str) -> bool:
+    """Whether it can be sent in a header of HTTP as it is."""
+    return 0 < len(text) <= 1000 and all("!" <= character <= "~" for character in text)
 
 
 def tracebacks() -> bool:

@@ -57,17 +57,19 @@ def check_address(host: str, port: int) -> None:
 
 
 @contextlib.contextmanager
-def serving(view: View, context: typer.Context, limits: ServerLimits) -> Iterator[Listening]:
+def serving(view: View, context: typer.Context, limits: ServerLimits, key: str | None = None) -> Iterator[Listening]:
     """Load the model, and run the server in a thread until the context ends.
 
     context: what parse() made; the model in it is view.name, which clients name, too. The working directory is the view's
-    meanwhile, so that this name is a path. Raises what loading raises, InputError for limits that the model cannot keep, and
+    meanwhile, so that this name is a path. key: what clients must know, if any.
+
+    Raises what loading raises, InputError for limits that the model cannot keep, and
     UnavailableError if the server does not start.
     """
     with contextlib.chdir(view.root):
         with in_one_line(view.name):
             server: Server = context.command.invoke(context)
-        with server.listening(view.name, limits, cors=context.params["enable_cors"]) as found:
+        with server.listening(view.name, limits, cors=context.params["enable_cors"], key=key) as found:
             yield found
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +22,14 @@ PATIENCE = 60
 class Server:
     """url: with /v1. line: what the command printed. temporary: where the view is. process: may be sent signals.
 
-    errors: what it writes to stderr.
+    output, errors: what it writes to stdout and stderr.
     """
 
     url: str
     line: str
     temporary: Path
     process: subprocess.Popen
+    output: Path
     errors: Path
 
 
@@ -42,18 +45,21 @@ def start(arguments: list[str], temporary: Path, **options) -> subprocess.Popen:
 
 
 @contextmanager
-def server(model: Path, temporary: Path, *arguments: str) -> Iterator[Server]:
-    """`ktmoe serve` on a free port, once the model is loaded. It is killed if it still runs in the end."""
-    errors = temporary / "stderr"
-    with errors.open("w") as stderr:
-        process = start(
-            ["serve", str(model), "--port", "0", *arguments], temporary, stdout=subprocess.PIPE, stderr=stderr, text=True
-        )
+def server(model: Path, temporary: Path, *arguments: str, files: int | None = None) -> Iterator[Server]:
+    """`ktmoe serve` on a free port, once the model is loaded. It is killed if it still runs in the end.
+
+    files: how many it may have open. It writes a line for each request, so that a pipe that nobody reads would stop it.
+    """
+    output, errors = temporary / "stdout", temporary / "stderr"
+    with output.open("w") as stdout, errors.open("w") as stderr:
+        process = start(["serve", str(model), "--port", "0", *arguments], temporary, stdout=stdout, stderr=stderr)
+    if files is not None:
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (files, files))
     try:
-        line = process.stdout.readline()
-        found = re.search(r"http://\S+/v1", line)
-        assert found, errors.read_text()
-        yield Server(found.group(), line, temporary, process, errors)
+        while not (found := re.search(r"^.*(http://\S+/v1).*\n", output.read_text())):
+            assert process.poll() is None, errors.read_text()
+            time.sleep(0.05)
+        yield Server(found[1], found[0], temporary, process, output, errors)
     finally:
         process.kill()
         process.communicate(timeout=PATIENCE)

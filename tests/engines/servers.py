@@ -58,11 +58,11 @@ def hooked(before):
 
 
 @contextmanager
-def running(folder, limits: serving.ServerLimits, *further: str):
-    """further: arguments of `transformers serve`."""
+def running(folder, limits: serving.ServerLimits, *further: str, key: str | None = None):
+    """further: arguments of `transformers serve`. key: what clients must know."""
     with view(folder) as made:
         arguments = serving.arguments(made, "127.0.0.1", 0, ["--log-level", "error", *further])
-        with serving.serving(made, serving.parse(arguments, "test"), limits) as found:
+        with serving.serving(made, serving.parse(arguments, "test"), limits, key) as found:
             served = Served(made.name, found)
             with hooked(served.count):
                 yield served

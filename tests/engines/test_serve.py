@@ -183,7 +183,7 @@ def test_an_ipv6_address(model, tmp_path):
 
 
 FEW = "ktmoe: prompt and answer may have 100 tokens together, since memory may not suffice for the model's 4096; see --context"
-OPEN = "ktmoe: 192.0.2.1 is not a local address: whoever reaches it can use the model"
+OPEN = "ktmoe: 192.0.2.1 is not a local address: whoever reaches it can use the model; see --api-key"
 
 
 @pytest.mark.parametrize(
@@ -194,13 +194,15 @@ OPEN = "ktmoe: 192.0.2.1 is not a local address: whoever reaches it can use the 
         ([], 100, [FEW]),
         (["--host", "192.0.2.1"], 4096, [OPEN]),
         (["--", "--host", "192.0.2.1"], 4096, [OPEN]),
+        (["--host", "192.0.2.1", "--api-key", "secret"], 4096, []),
     ],
 )
 def test_warnings(run, model, monkeypatch, arguments, tokens, warnings):
     """Before anyone asks. Nothing listens here."""
 
     @contextmanager
-    def serve(made, context, limits):
+    def serve(made, context, limits, key):
+        assert key == ("secret" if "--api-key" in arguments else None)
         assert limits == serving.ServerLimits(100 if "--context" in arguments else None, 3600)
         yield serving.Listening("http://address", tokens, 4096)
 

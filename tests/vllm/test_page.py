@@ -19,6 +19,7 @@ import models
 import pytest
 import quantized_checkpoints
 import runs
+from listening import addresses
 
 from ktmoe import synthetic
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -80,6 +81,7 @@ def test_server(model, tmp_path):
             asked = {"model": model, "prompt": "Hello", "max_tokens": TOKENS, "temperature": 0}
             text = json.loads(read(f"{url}/v1/completions", asked))["choices"][0]["text"]
             metrics = read(f"{url}/metrics")
+            listening = addresses(server.pid)
             os.killpg(server.pid, signal.SIGINT)  # as a terminal does it: to all of its processes
             assert server.wait(SECONDS) in (0, -signal.SIGINT, 128 + signal.SIGINT)
         finally:
@@ -89,6 +91,7 @@ def test_server(model, tmp_path):
     assert len(text) == TOKENS
     assert set(text.encode()) <= set(LIKELY)
     assert "vllm:generation_tokens_total" in metrics
+    assert {address.is_loopback for address in listening} == {True}, listening
     assert COMPUTED in log.read_text()
 
 

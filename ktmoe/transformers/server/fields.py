@@ -3,44 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ktmoe.messages import show
+from ktmoe.transformers.server.choices import check_choice
 from ktmoe.transformers.server.content import check_input, check_messages, check_prompt, check_tools, media_of
 from ktmoe.transformers.server.parameters import served
 from ktmoe.transformers.server.refusal import Refusal
 
 #: Characters of a request for each token of the context. Text has 2 to 5; this bounds what is tokenized.
 CHARACTERS = 8
-#: The most texts that end an answer, and characters of each: transformers compares them with all its vocabulary.
-STOPS, STOP_LENGTH = 4, 64
-#: What `generation_config`, a field of transformers' own chat client, may choose: how tokens are chosen, and how many.
-GENERATION = {
-    "bos_token_id",
-    "do_sample",
-    "eos_token_id",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "max_new_tokens",
-    "min_p",
-    "no_repeat_ngram_size",
-    "pad_token_id",
-    "repetition_penalty",
-    "temperature",
-    "top_k",
-    "top_p",
-    "transformers_version",
-    "typical_p",
-}
-_COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-#: Numbers: their type, the least and the most.
-_NUMBERS = {
-    "frequency_penalty": ((int, float), -2, 2),
-    "seed": (int, -(2**63), 2**63 - 1),
-    "temperature": ((int, float), 0, 2),
-    "top_p": ((int, float), 0, 1),
-}
+#: Levels of objects and lists in a request: each later reader of JSON stops at another depth of its own.
+DEPTH = 100
 
 
 @dataclass(frozen=True)
@@ -58,8 +33,12 @@ class Fields:
 
     def parse(self, path: str, body: bytes) -> dict:
         """The request that a body holds, checked: the fields that ask for something. Raises Refusal."""
+        most = CHARACTERS * self.context
+        # each of these is a character of the request, wherever it stands; a value takes up to 100 times as many bytes
+        if sum(body.count(sign) for sign in b",[{") > most:
+            raise self._too_long(f"more than {most}")
         try:
-            request = json.loads(body)
+            request = json.loads(body.decode("utf-8-sig"))  # of bytes it would take UTF-16, too
             text = json.dumps(request, ensure_ascii=False)
             text.encode()
         except (ValueError, RecursionError) as error:
@@ -69,17 +48,15 @@ class Fields:
         if request.get("model", self.name) != self.name:
             words = f"model: expected {show(self.name)}, found {show(request['model'])}"
             raise Refusal(404, words, "model_not_found", param="model")
+        _check_depth(request)
         length = len(text) - sum(len(medium) for medium in media_of(request, self.media))
-        if length > CHARACTERS * self.context:
-            raise Refusal(
-                400,
-                f"the request has {length} characters: expected at most {CHARACTERS * self.context}, since prompt and answer"
-                f" may have {self.context} tokens together",
-                "context_length_exceeded",
-            )
+        if length > most:
+            raise self._too_long(str(length))
         request = served(path, request)
         self._check_text(path, request)
-        self._check_choice(request)
+        check_choice(request)
+        if not isinstance(request.get("stream", False), bool):
+            raise Refusal(400, f"stream: expected true or false, found {show(request['stream'])}", param="stream")
         return request
 
     def _check_text(self, path: str, request: dict) -> None:
@@ -104,65 +81,27 @@ class Fields:
             words = f"chat_template_kwargs: expected {allowed}, found {show(given)}"
             raise Refusal(400, words, param="chat_template_kwargs")
 
-    def _check_choice(self, request: dict) -> None:
-        """How tokens are chosen, how many, and how they are sent."""
-        _check_counts(request)
-        for name in _NUMBERS:
-            if name in request:
-                _check_number(name, request[name])
-        if not isinstance(request.get("stream", False), bool):
-            raise Refusal(400, f"stream: expected true or false, found {show(request['stream'])}", param="stream")
-        if "stop" in request:
-            _check_stops(request["stop"])
-        if "logit_bias" in request:
-            request["logit_bias"] = _biases(request["logit_bias"])
-        if "generation_config" in request:
-            _check_generation(request["generation_config"])
+    def _too_long(self, characters: str) -> Refusal:
+        return Refusal(
+            400,
+            f"the request has {characters} characters: expected at most {CHARACTERS * self.context}, since prompt and answer"
+            f" may have {self.context} tokens together",
+            "context_length_exceeded",
+        )
 
 
-def _check_counts(values: dict, names: tuple[str, ...] = _COUNTS, *, within: str | None = None) -> None:
-    """within: the field that holds them, if they are no fields of the request."""
-    for name in names:
-        value = values.get(name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            words = f"{name}: expected a number of tokens, 1 or more, found {show(value)}"
-            raise Refusal(400, words, param=within or name)
+def _check_depth(request: dict) -> None:
+    for name, field in request.items():
+        level = [field]
+        for _ in range(DEPTH):
+            level = [one for value in level for one in _inside(value)]
+            if not level:
+                break
+        else:
+            raise Refusal(400, f"{name}: expected at most {DEPTH} levels of objects and lists", param=name)
 
 
-def _check_number(name: str, value: object) -> None:
-    kinds, least, most = _NUMBERS[name]
-    if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
-        number = "an integer" if kinds is int else "a number"
-        raise Refusal(400, f"{name}: expected {number} from {least} to {most}, found {show(value)}", param=name)
-
-
-def _biases(value: object) -> dict[str, float]:
-    """`logit_bias` as transformers takes it: OpenAI's clients give integers, too."""
-    fits = isinstance(value, dict) and all(token.isascii() and token.isdecimal() for token in value)
-    if not fits or not all(type(bias) in (int, float) and -100 <= bias <= 100 for bias in value.values()):
-        expected = "an object of token ids and numbers from -100 to 100"
-        raise Refusal(400, f"logit_bias: expected {expected}, found {show(value)}", param="logit_bias")
-    return {token: float(bias) for token, bias in value.items()}
-
-
-def _check_stops(stops: object) -> None:
-    texts = [stops] if isinstance(stops, str) else stops
-    fits = isinstance(texts, list) and len(texts) <= STOPS
-    if not fits or not all(isinstance(text, str) and len(text) <= STOP_LENGTH for text in texts):
-        expected = f"up to {STOPS} texts of up to {STOP_LENGTH} characters"
-        raise Refusal(400, f"stop: expected {expected}, found {show(stops)}", param="stop")
-
-
-def _check_generation(text: object) -> None:
-    try:
-        config = json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
-        words = f"expected an object of JSON, as text, found {show(text)}"
-    elif unknown := sorted(config.keys() - GENERATION):
-        words = f"expected some of {', '.join(sorted(GENERATION))}, found {show(unknown)}"
-    else:
-        _check_counts(config, ("max_new_tokens",), within="generation_config")
-        return
-    raise Refusal(400, f"generation_config: {words}", param="generation_config")
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()

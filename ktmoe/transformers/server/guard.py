@@ -17,8 +17,10 @@ logger = logging.getLogger(__name__)
 
 #: Bytes of a request: room for a few pictures. Seconds to send it, and to take the rest of an answer that is made.
 BODY_BYTES, BODY_SECONDS, TAKING_SECONDS = 10_000_000, 30, 60
-#: Requests at a time, of which one is answered while the others wait.
+#: Whole requests at a time, of which one is answered while the others wait.
 REQUESTS = 32
+#: Requests of more than so many bytes that are sent at a time. They would take the memory; smaller ones are not counted.
+LARGE, LARGE_BYTES = 8, 65_536
 #: How an error begins in a stream of transformers'. No text of an answer can hold it: JSON would have a \ before each ".
 _ERROR = b'data: {"error": "'
 
@@ -32,13 +34,15 @@ class Guard:
     def __init__(self, app, access: Access, fields: Fields, generations: Generations, seconds: float):
         self._app, self._access, self._fields, self._generations = app, access, fields, generations
         self._seconds = seconds
-        self._requests = 0
+        self._requests = self._large = 0
         self._turn = asyncio.Lock()
 
     async def __call__(self, scope: dict, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # the application's start and end
+            asyncio.get_running_loop().set_exception_handler(_log)
             await self._app(scope, receive, send)
             return
+        scope["query_string"] = b""  # no route reads it, and uvicorn would log what it holds
         try:
             self._access.check(scope)
             if scope["method"] == "POST":
@@ -54,17 +58,49 @@ class Guard:
             logger.error("%s: %s", scope["path"], in_words(error))
 
     async def _post(self, scope: dict, receive: Receive, send: Send) -> None:
-        if self._requests >= REQUESTS:
-            busy = f"{REQUESTS} requests wait already"
-            raise Refusal(503, busy, "server_overloaded", headers={"retry-after": "10"})
+        self._check_room()
+        body = await self._body(scope, receive)
+        if body is None:
+            return
+        body = json.dumps(self._fields.parse(scope["path"], body)).encode()
+        self._check_room()
         self._requests += 1
         try:
-            body = await _body(receive)
-            if body is not None:
-                request = self._fields.parse(scope["path"], body)
-                await self._answer(scope, json.dumps(request).encode(), receive, send)
+            await self._answer(scope, body, receive, send)
         finally:
             self._requests -= 1
+
+    def _check_room(self) -> None:
+        """Raise Refusal if enough requests wait. Those that are not whole do not count: slow clients could take all places."""
+        if self._requests >= REQUESTS:
+            raise _busy(f"{REQUESTS} requests wait already")
+
+    async def _body(self, scope: dict, receive: Receive) -> bytes | None:
+        """What a client sends; None if it goes before the end. Raises Refusal."""
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if int(length) > BODY_BYTES:
+            raise _too_large()
+        body, large, more = bytearray(), False, True
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > BODY_BYTES:
+                        raise _too_large()
+                    if more and len(body) > LARGE_BYTES and not large:
+                        if self._large >= LARGE:
+                            raise _busy(f"{LARGE} requests of more than {LARGE_BYTES} bytes are being sent already")
+                        large = True
+                        self._large += 1
+        except TimeoutError:
+            raise Refusal(408, f"the request was not whole after {BODY_SECONDS} s, found {len(body)} bytes") from None
+        finally:
+            self._large -= large
+        return bytes(body)
 
     async def _answer(self, scope: dict, body: bytes, receive: Receive, send: Send) -> None:
         """Answer a request, until the answer was sent or its client has gone."""
@@ -98,23 +134,18 @@ class Guard:
             await asyncio.wait_for(sent, TAKING_SECONDS)
 
 
-async def _body(receive: Receive) -> bytes | None:
-    """What a client sends; None if it goes before the end. Raises Refusal."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            more = True
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                body += message.get("body", b"")
-                more = message.get("more_body", False)
-                if len(body) > BODY_BYTES:
-                    raise Refusal(413, f"the request is too large: expected at most {BODY_BYTES} bytes")
-    except TimeoutError:
-        raise Refusal(408, f"the request was not whole after {BODY_SECONDS} s, found {len(body)} bytes") from None
-    return bytes(body)
+def _busy(words: str) -> Refusal:
+    return Refusal(503, words, "server_overloaded", headers={"retry-after": "10"})
+
+
+def _too_large() -> Refusal:
+    return Refusal(413, f"the request is too large: expected at most {BODY_BYTES} bytes")
+
+
+def _log(_loop: asyncio.AbstractEventLoop, context: dict) -> None:
+    """One line in the place of asyncio's traceback."""
+    error = context.get("exception")
+    logger.error("%s%s", context["message"], f": {in_words(error)}" if error else "")
 
 
 async def _gone(receive: Receive) -> None:

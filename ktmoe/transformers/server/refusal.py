@@ -12,7 +12,7 @@ from ktmoe.messages import printable
 
 #: What transformers and a chat template raise for fields that are not there, or are of a type or value that they do not expect.
 #: They check few fields before they use them.
-OF_REQUESTS = (ArithmeticError, AttributeError, LookupError, TemplateError, TypeError, ValueError)
+OF_REQUESTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TemplateError, TypeError, ValueError)
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
 
 

@@ -55,13 +55,14 @@ class Server(Serve):
         """What transformers calls once the model is loaded: too early, since nothing guards the server yet."""
 
     @contextlib.contextmanager
-    def listening(self, name: str, limits: ServerLimits, *, cors: bool) -> Iterator[Listening]:
+    def listening(self, name: str, limits: ServerLimits, *, cors: bool, key: str | None) -> Iterator[Listening]:
         """Run in a thread until the context ends. name: the model's, for clients. cors: whether pages of other sites may ask.
+        key: what clients must know, if any.
 
         Raises InputError for limits that the model cannot keep, UnavailableError if the server does not start.
         """
         # uvicorn may be missing where this module is imported
-        from ktmoe.transformers.server.connections import Connection
+        from ktmoe.transformers.server.connections import BACKLOG, Connection
 
         manager = self._model_manager
         load = functools.partial(manager.load_model_and_processor, manager.process_model_name(name))
@@ -80,8 +81,10 @@ class Server(Serve):
             media = _MEDIA.get(self._model_manager.get_model_modality(model, processor=processor), set())
             read = _variables(processor)
             fields = Fields(name, context, _free(read, processor), media, "tools" in read)
-            config.app = Guard(config.app, Access(config.host, cors=cors), fields, generations, limits.seconds)
+            access = Access(config.host, cors=cors, key=key)
+            config.app = Guard(config.app, access, fields, generations, limits.seconds)
             config.http, config.ws, config.timeout_graceful_shutdown = Connection, "none", GRACE
+            config.backlog = BACKLOG
         except BaseException:
             self._model_manager.shutdown()
             raise
