@@ -5,7 +5,7 @@ import re
 import pytest
 from sanitizers import Fault, build, run_cases, works
 
-PORTABLE, WIDE = "fp32_lut-portable", "avx2"
+PORTABLE, WIDE, TILES = "fp32_lut-portable", "avx2", "amx"
 FAULTS = {
     "an adapter is read one element too far": Fault(
         "kernels/dense.c",
@@ -38,11 +38,35 @@ FAULTS = {
         ("heap-buffer-overflow", "WRITE of size", r"in store .*forward/phase_b\.c"),
     ),
     "behind a packed matrix": Fault(
+        "kernels/common/b16_layout.h",
+        " + v * LANES * 4;",
+        " + (v + 1) * LANES * 4;",
+        "portable/kernels/b16_f32.o",
+        ("use-after-poison", "READ of size 16", r"in decode ktmoe/_native/kernels/b16_f32\.c"),
+    ),
+    "behind a packed matrix, few rows": Fault(
         "kernels/loops/panel.h",
         "        w[0] += bytes, w[1] += bytes;",
         "        w[0] += bytes + 64, w[1] += bytes + 64;",
-        "portable/kernels/b16_f32.o",
-        ("use-after-poison", "READ of size", r"kernels/"),
+        "avx2/kernels/b16_f32.o",
+        ("use-after-poison", "READ of size 32", r"in pass ktmoe/_native/kernels/loops/panel\.h"),
+        WIDE,
+    ),
+    "a tile of weights": Fault(
+        "kernels/b16_amx.c",
+        "step_of(&w->at, step) + n * 64;",
+        "step_of(&w->at, step) + n * 64 + 64;",
+        "amx/kernels/b16_amx.o",
+        ("use-after-poison", "READ of size", r"in tile_touch ktmoe/_native/kernels/common/tile\.h"),
+        TILES,
+    ),
+    "a tile that is stored": Fault(
+        "kernels/loops/tiles.h",
+        "TILE_STORE(t, sums + (t) * TILE_BYTES / 4, 16 * sizeof(float)); \\",
+        "TILE_STORE(t, sums + (t) * TILE_BYTES / 4 + 3 * TILE_BYTES / 4 + 16, 16 * sizeof(float)); \\",
+        "amx/kernels/f8_amx.o",
+        ("overflow|use-after-poison", "WRITE of size", r"in tile_touch ktmoe/_native/kernels/common/tile\.h"),
+        TILES,
     ),
     "packing writes past the caches behind a matrix": Fault(
         "pack/words.h",
@@ -74,8 +98,8 @@ FAULTS = {
     ),
     "a sum that overflows": Fault(
         "forward/route.c",
-        "const int64_t id = r->ids[t * b->top_k + s];",
-        "const int64_t id = r->ids[t * b->top_k + s] + INT64_MAX - INT64_MAX;",
+        "r->slot_token[slot] = (uint32_t)t;",
+        "r->slot_token[slot] = (uint32_t)t + (uint32_t)((id + INT64_MAX) >> 63);",
         "driver/forward/route.o",
         (r"forward/route\.c:\d+:\d+: runtime error: signed integer overflow",),
     ),
@@ -110,7 +134,7 @@ def module(tmp_path_factory):
     return build()
 
 
-@pytest.mark.parametrize("subject", [PORTABLE, WIDE])
+@pytest.mark.parametrize("subject", [PORTABLE, WIDE, TILES])
 def test_without_a_fault_nothing_is_reported(module, subject):
     done = run_cases(module, 0, 0, subject)
     assert (done.returncode, done.stderr) == (0, "")
