@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sanitizers import build, run_cases, works
 
-AT_ONCE = 24
+AT_ONCE = 240
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def found(done):
 
 def test_cases(module, repeat):
     """The same number gives the same case again: python tests/sanitize/sanitizer_cases.py - NUMBER END."""
-    for number in repeat(f"{AT_ONCE} random calls under sanitizers", 5_000):
+    for number in repeat(f"{AT_ONCE} random calls under sanitizers", 2_000):
         first, end = number * AT_ONCE, (number + 1) * AT_ONCE
         with ThreadPoolExecutor(2) as pool:
             watched, normal = pool.map(run_cases, (module, None), (first, first), (end, end))
