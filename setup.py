@@ -20,6 +20,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -40,11 +41,26 @@ ISA = runpy.run_path(str(NATIVE / "isa.py"))  # by its path, since the package i
 class BuildNative(build_ext):
     """An instruction set that the compiler does not know is dropped, visibly."""
 
+    user_options: ClassVar = [
+        *build_ext.user_options,
+        ("objects=", None, "keep the objects in this folder instead"),
+        ("last-flags=", None, "flags behind all others, of the compiler and of the linker"),
+        ("isas=", None, "only these rows of isa.py, with commas between"),
+    ]
+
+    def initialize_options(self):
+        super().initialize_options()
+        self.objects, self.last_flags, self.isas = OBJECTS, "", ",".join(ISA["ISAS"])
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.objects, self.last_flags = Path(self.objects), shlex.split(self.last_flags)
+
     def build_extension(self, extension):
         check = subprocess.run(["sh", "tools/check_machine.sh", sys.executable], capture_output=True, text=True)
         if check.returncode or check.stdout:
             raise CompileError((check.stdout or check.stderr).strip())
-        known = [name for name in ISA["ISAS"] if self.compiler_accepts(name)]
+        known = [name for name in ISA["ISAS"] if name in self.isas.split(",") and self.compiler_accepts(name)]
         python = tuple(f"-I{folder}" for folder in self.include_dirs)
         # The Cython module checks arguments and waits for locks: -O3 gains nothing.
         jobs = [(Path(extension.sources[0]), PYTHON, ("-O2", *python))]
@@ -61,19 +77,20 @@ class BuildNative(build_ext):
         target = Path(self.get_ext_fullpath(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         # The module has no symbols unless CFLAGS ask for debug information: only debuggers and profilers read them.
-        symbols = () if any(flag.startswith("-g") for flag in OWN_CFLAGS) else ("-Wl,-s",)
-        self.compiler.link_shared_object(objects, str(target), extra_postargs=["-pthread", *symbols])
+        symbols = () if any(flag.startswith("-g") for flag in [*OWN_CFLAGS, *self.last_flags]) else ("-Wl,-s",)
+        self.compiler.link_shared_object(objects, str(target), extra_postargs=["-pthread", *symbols, *self.last_flags])
 
     def compiled(self, source, folder, flags):
-        """The object of a source, compiled now if need be. folder: below OBJECTS."""
-        target = OBJECTS / folder / source.parent.name / f"{source.stem}.o"
+        """The object of a source, compiled now if need be. folder: below those of all objects."""
+        target = self.objects / folder / source.parent.name / f"{source.stem}.o"
         digest, needs = target.with_suffix(".sha256"), target.with_suffix(".d")
         of_python = self.compiler.compiler_so
         if folder != PYTHON:
             of_python = [*itertools.takewhile(lambda word: not word.startswith("-"), of_python), *WITHOUT_PYTHON]
         # Python's own flags have -g. Debug information took more than half of the build's time, so -g0 takes it back. CFLAGS
         # come again behind it, so that they can ask for it.
-        command = [*of_python, "-g0", *OWN_CFLAGS, f"-I{NATIVE}", *ISA["C_FLAGS"], "-Wall", "-Wextra", *flags]
+        command = [*of_python, "-g0", *OWN_CFLAGS, f"-I{NATIVE}", *ISA["C_FLAGS"], "-Wall", "-Wextra"]
+        command += [*flags, *self.last_flags]
         command += ["-MMD", "-MF", str(needs), "-c", str(source), "-o", str(target)]
         if self.force or not target.exists() or not digest.exists() or digest.read_text() != made_of(command, needs):
             digest.unlink(missing_ok=True)

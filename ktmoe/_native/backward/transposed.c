@@ -33,8 +33,7 @@ kt_products kt_products_of(const kt_isa *isa) {
 
 kt_product_rows kt_product_rows_carve(const kt_products *products, kt_carver *c, size_t rows, size_t panels) {
     kt_product_rows r = {.k = panels * KT_PANEL, .stride_bytes = kt_row_bytes(products->block_bytes, panels * KT_PANEL)};
-    r.base = kt_carve(c, rows, r.stride_bytes);
-    kt_carve(c, KT_TILE_ROWS, products->block_bytes); /* may be read */
+    r.base = kt_carve_beyond(c, rows, r.stride_bytes, KT_TILE_ROWS * products->block_bytes);
     return r;
 }
 

@@ -14,6 +14,7 @@
 
 #include "base/numbers.h"
 #include "base/os.h"
+#include "sanitizer.h"
 
 /* What is mapped for so many bytes: whole huge pages, unless that would be a sixteenth more, as for a model's many small
  * matrices. Then the last part is of small pages. */
@@ -22,8 +23,8 @@ static size_t mapped_bytes(size_t bytes) {
     return huge - bytes <= bytes / 16 ? huge : kt_round_up(bytes, KT_PAGE_BYTES);
 }
 
-void *kt_os_map(size_t bytes) {
-    bytes = mapped_bytes(bytes);
+void *kt_os_map(size_t wanted) {
+    const size_t bytes = mapped_bytes(wanted);
     if (bytes == 0 || bytes > SIZE_MAX / 2) return NULL;
     const size_t span = bytes + KT_HUGE_BYTES;
     uint8_t *p = mmap(NULL, span, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -34,6 +35,7 @@ void *kt_os_map(size_t bytes) {
     if (span - before - bytes) munmap(p + before + bytes, span - before - bytes);
     p += before;
     madvise(p, bytes, MADV_HUGEPAGE); /* advice: where it is refused, 4 KiB pages serve */
+    kt_forbid(p + wanted, bytes - wanted);
     return p;
 }
 
@@ -48,7 +50,9 @@ void *kt_os_map_on(int node, size_t bytes) {
 }
 
 void kt_os_unmap(void *p, size_t bytes) {
-    if (p) munmap(p, mapped_bytes(bytes));
+    if (!p) return;
+    kt_permit(p, mapped_bytes(bytes));
+    munmap(p, mapped_bytes(bytes));
 }
 
 bool kt_os_file_state(int fd, kt_file_state *state) {
@@ -89,7 +93,9 @@ void *kt_os_map_file(int fd, uint64_t offset, size_t bytes) {
 }
 
 void kt_os_unmap_file(void *p, size_t bytes) {
-    if (p) munmap(p, bytes);
+    if (!p) return;
+    kt_permit(p, bytes);
+    munmap(p, bytes);
 }
 
 bool kt_os_bind(const kt_cpus *cpus, kt_cpus *before) {

@@ -125,8 +125,8 @@ static size_t lay_out(job *j, uint8_t *base) {
         source *s = &j->sources[i];
         if (!is_first(j, i)) continue;
         s->x = kt_carve(&c, j->tokens, sizeof *s->x);
-        s->staged = kt_carve(&c, s->stage ? j->tokens : 0, s->stride_bytes);
-        kt_carve(&c, s->rows->tiled, KT_TILE_ROWS * s->rows->block_bytes); /* may be read */
+        s->staged = kt_carve_beyond(&c, s->stage ? j->tokens : 0, s->stride_bytes,
+                                    s->rows->tiled ? KT_TILE_ROWS * s->rows->block_bytes : 0);
     }
     for (size_t p = 0; p < num_shards(j); p++) {
         kt_list_carve(&j->shards[p].list, &c, j->shards[p].team->num_groups);

@@ -27,8 +27,8 @@ static size_t lay_out(kt_job *j, uint8_t *base, size_t tokens) {
     kt_schedule_carve(&j->schedule, &c, pieces, ranges, slots);
     for (kt_x_form *form = j->forms; form < j->forms + j->num_forms; form++) {
         form->x = kt_carve(&c, slots, sizeof *form->x);
-        form->staged = kt_carve(&c, form->by_slot ? slots : tokens, form->stride_bytes);
-        kt_carve(&c, form->rows->tiled, KT_TILE_ROWS * form->rows->block_bytes); /* may be read */
+        form->staged = kt_carve_beyond(&c, form->by_slot ? slots : tokens, form->stride_bytes,
+                                       form->rows->tiled ? KT_TILE_ROWS * form->rows->block_bytes : 0);
     }
     j->row = kt_carve(&c, j->k_hidden, sizeof *j->row);
     j->together = kt_carve(&c, slots, sizeof *j->together);
@@ -62,8 +62,7 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
     const size_t adapted = adapter ? KT_ROWS_MAX : 0, kept = j->batch.kept.g ? KT_ROWS_MAX : 0;
     const size_t slab_rows = s->by_panel && j->num_shards == 1 ? (tokens + ranges - 1) / ranges : 0;
     kt_carver c = {base, 0};
-    p->h = kt_carve(&c, slots, p->h_stride_bytes);
-    kt_carve(&c, KT_TILE_ROWS, l->h_block_bytes); /* may be read */
+    p->h = kt_carve_beyond(&c, slots, p->h_stride_bytes, KT_TILE_ROWS * l->h_block_bytes);
     p->halves = kt_carve(&c, s->may_halve ? 2 * p->inter_panels * slots : 0, sizeof(kt_panel_row));
     p->d = kt_carve(&c, s->by_panel ? 0 : slots * j->hidden_panels, sizeof(kt_panel_row));
     p->sums = kt_carve(&c, j->num_shards > 1 ? j->hidden_panels * tokens : 0, sizeof(kt_panel_row));

@@ -8,6 +8,7 @@
  */
 #include "kernels/common/training.h"
 #include "kernels/common/vector.h"
+#include "sanitizer.h"
 
 /* Tiles of up to so many rows: of several vectors; of one vector, enough chains to hide the latency; of sums across lanes. */
 #define UP_TO_8(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
@@ -47,14 +48,26 @@ typedef int32_t i32x4 __attribute__((vector_size(16)));
 /* The first `count` lanes of a vector, fewer than LANES; the others are zero, and their memory is not touched. */
 #if VECTOR_BYTES == 64
 INLINE __mmask16 first_lanes(const size_t count) { return (__mmask16)((1u << count) - 1); }
-INLINE f32v load_first(const float *p, const size_t count) { return (f32v)_mm512_maskz_loadu_ps(first_lanes(count), p); }
-INLINE void store_first(float *p, const f32v v, const size_t count) { _mm512_mask_storeu_ps(p, first_lanes(count), (__m512)v); }
+INLINE f32v load_first(const float *p, const size_t count) {
+    kt_will_read(p, count * sizeof *p);
+    return (f32v)_mm512_maskz_loadu_ps(first_lanes(count), p);
+}
+INLINE void store_first(float *p, const f32v v, const size_t count) {
+    kt_will_write(p, count * sizeof *p);
+    _mm512_mask_storeu_ps(p, first_lanes(count), (__m512)v);
+}
 #elif VECTOR_BYTES == 32
 INLINE __m256i first_lanes(const size_t count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-INLINE f32v load_first(const float *p, const size_t count) { return (f32v)_mm256_maskload_ps(p, first_lanes(count)); }
-INLINE void store_first(float *p, const f32v v, const size_t count) { _mm256_maskstore_ps(p, first_lanes(count), (__m256)v); }
+INLINE f32v load_first(const float *p, const size_t count) {
+    kt_will_read(p, count * sizeof *p);
+    return (f32v)_mm256_maskload_ps(p, first_lanes(count));
+}
+INLINE void store_first(float *p, const f32v v, const size_t count) {
+    kt_will_write(p, count * sizeof *p);
+    _mm256_maskstore_ps(p, first_lanes(count), (__m256)v);
+}
 #else
 INLINE f32v load_first(const float *p, const size_t count) {
     return (f32v){p[0], count > 1 ? p[1] : 0, count > 2 ? p[2] : 0, 0};

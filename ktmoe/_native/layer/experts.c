@@ -10,6 +10,7 @@
 #include "base/numbers.h"
 #include "layer/experts.h"
 #include "pack/groups.h"
+#include "sanitizer.h"
 
 enum { DOWN = 2 };
 
@@ -32,8 +33,8 @@ size_t kt_expert_bytes(const kt_format *formats, size_t matrices, size_t hidden,
 static size_t n_of(const kt_experts *e, size_t matrix) { return matrix == DOWN ? e->layer.hidden : e->intermediate; }
 static size_t k_of(const kt_experts *e, size_t matrix) { return matrix == DOWN ? e->intermediate : e->layer.hidden; }
 
-/* Sets up all but the arenas. False: there is no memory. */
-static bool lay_out(kt_experts *e, const size_t (*columns)[2]) {
+/* Sets up all but the arenas. gap: bytes behind each matrix. False: there is no memory. */
+static bool lay_out(kt_experts *e, const size_t (*columns)[2], size_t gap) {
     const size_t shards = kt_shards_of(e->layer.placement), num_experts = e->layer.num_experts;
     e->missing = e->matrices * num_experts;
     e->layer.shards = calloc(shards, sizeof *e->layer.shards);
@@ -44,7 +45,8 @@ static bool lay_out(kt_experts *e, const size_t (*columns)[2]) {
         kt_shard_memory *m = &e->memory[s];
         m->first = e->layer.shards[s].first = columns[s][0];
         m->count = e->layer.shards[s].intermediate = columns[s][1];
-        m->expert_bytes = kt_expert_bytes(e->formats, e->matrices, e->layer.hidden, m);
+        m->expert_bytes = kt_expert_bytes(e->formats, e->matrices, e->layer.hidden, m) + e->matrices * gap;
+        for (size_t i = 0; i < e->matrices; i++) m->offsets[i] += i * gap;
         m->arena_bytes = num_experts * m->expert_bytes;
         e->layer.shards[s].experts = calloc(num_experts, sizeof(kt_expert));
         if (!e->layer.shards[s].experts) return false;
@@ -53,14 +55,17 @@ static bool lay_out(kt_experts *e, const size_t (*columns)[2]) {
 }
 
 bool kt_experts_map(kt_experts *e, const size_t (*columns)[2]) {
-    if (!lay_out(e, columns)) return false;
-    for (size_t s = 0; s < kt_shards_of(e->layer.placement); s++)
-        if (!(e->memory[s].arena = kt_os_map_on(kt_node_of(e->layer.placement, s), e->memory[s].arena_bytes))) return false;
+    if (!lay_out(e, columns, KT_GAP_BYTES)) return false;
+    for (size_t s = 0; s < kt_shards_of(e->layer.placement); s++) {
+        kt_shard_memory *m = &e->memory[s];
+        if (!(m->arena = kt_os_map_on(kt_node_of(e->layer.placement, s), m->arena_bytes))) return false;
+        kt_forbid(m->arena, m->arena_bytes);
+    }
     return true;
 }
 
 int kt_experts_map_file(kt_experts *e, const size_t (*columns)[2], const kt_arena_file *file) {
-    if (!lay_out(e, columns)) return ENOMEM;
+    if (!lay_out(e, columns, 0)) return ENOMEM;
     e->file = *file;
     e->file.fd = kt_os_hold(file->fd);
     if (e->file.fd < 0) return errno;
@@ -71,6 +76,7 @@ int kt_experts_map_file(kt_experts *e, const size_t (*columns)[2], const kt_aren
         const uint64_t from = file->offsets[s];
         if (from > file->state.bytes || file->state.bytes - from < m->arena_bytes) return KT_FILE_DIFFERS;
         if (!(m->arena = kt_os_map_file(e->file.fd, from, m->arena_bytes))) return errno;
+        kt_forbid(m->arena, m->arena_bytes);
     }
     return 0;
 }
@@ -152,9 +158,13 @@ static bool place(kt_experts *e, size_t expert, bool replaces, size_t shard, kt_
     if (replaces && !m->spare_map) {
         m->spare_map = m->spare = kt_os_map_on(kt_node_of(e->layer.placement, shard), m->expert_bytes);
         if (!m->spare_map) return false;
+        kt_forbid(m->spare, m->expert_bytes);
     }
     uint8_t *to = replaces ? m->spare : m->arena + expert * m->expert_bytes;
-    for (size_t i = 0; i < e->matrices; i++) matrices[i].packed = to + m->offsets[i];
+    for (size_t i = 0; i < e->matrices; i++) {
+        matrices[i].packed = to + m->offsets[i];
+        if (matrices[i].format) kt_permit(matrices[i].packed, kt_packed_bytes(&matrices[i]));
+    }
     return true;
 }
 
@@ -202,8 +212,11 @@ static enum kt_outcome install(kt_experts *e, size_t expert, const kt_given *giv
     kt_matrix fresh[KT_SHARDS_MAX * KT_MATRICES] = {0};
     const enum kt_outcome outcome = make(e, given, matrices, scans, fresh, error);
     if (outcome == KT_DONE) swap(e, expert, matrices, scans, fresh);
-    for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++)
+    for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++) {
+        const uint8_t *unused = outcome == KT_DONE ? fresh[i].data : matrices[i].packed;
+        if (matrices[i].format && unused) kt_forbid(unused, kt_packed_bytes(&matrices[i]));
         free_numbers(&fresh[i]); /* replaced, or not taken */
+    }
     return outcome;
 }
 

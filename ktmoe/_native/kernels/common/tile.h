@@ -9,13 +9,28 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "sanitizer.h"
+
 enum { TILE_ROW_BYTES = 64, TILE_BYTES = 16 * TILE_ROW_BYTES, QUARTER_BYTES = TILE_BYTES / 4 };
 
+/* The rows of a tile that will be loaded or stored; in a build without AddressSanitizer nothing. */
+static inline __attribute__((always_inline)) void tile_touch(void *p, size_t stride, int written) {
+    for (size_t row = 0; KT_GAP_BYTES && row < 16; row++)
+        (written ? kt_will_write((uint8_t *)p + row * stride, TILE_ROW_BYTES)
+                 : kt_will_read((uint8_t *)p + row * stride, TILE_ROW_BYTES));
+}
+
 #define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t :)
-#define TILE_LOAD(t, p, stride) \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"((const void *)(p)), "r"((size_t)(stride)) : "memory")
-#define TILE_STORE(t, p, stride) \
-    __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"((void *)(p)), "r"((size_t)(stride)) : "memory")
+#define TILE_LOAD(t, p, stride)                                                                                         \
+    do {                                                                                                                \
+        tile_touch((void *)(p), stride, 0);                                                                             \
+        __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"((const void *)(p)), "r"((size_t)(stride)) : "memory"); \
+    } while (0)
+#define TILE_STORE(t, p, stride)                                                                                      \
+    do {                                                                                                              \
+        tile_touch((void *)(p), stride, 1);                                                                           \
+        __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"((void *)(p)), "r"((size_t)(stride)) : "memory"); \
+    } while (0)
 /* C += A B: for 16 rows and 16 columns, over 16 k-pairs. */
 #define TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c :)
 
