@@ -15,7 +15,7 @@ from ktmoe.conversion.jobs import CHUNK_BYTES, Job, Made
 from ktmoe.conversion.journal import Journal
 from ktmoe.conversion.plan import Shard
 from ktmoe.conversion.source import Source
-from ktmoe.errors import OutOfSpaceError, OutputError
+from ktmoe.errors import OutOfSpaceError, OutputError, thread_for
 from ktmoe.files.atomic import AtomicFile, sync_folder, write_json
 from ktmoe.files.lock import exclusive
 from ktmoe.files.safetensors_writer import SafetensorsWriter
@@ -145,13 +145,17 @@ class Workers:
 
     def __init__(self, command: str):
         self._threads = get_num_threads()
-        self._pool = ThreadPoolExecutor(self._threads, f"ktmoe-{command}")
+        self._name = f"ktmoe-{command}"
+        self._pool = ThreadPoolExecutor(self._threads, self._name)
 
     def in_order(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Made]]:
+        """Raises UnavailableError if a thread cannot be started; what jobs raise."""
         ahead: deque[tuple[Job, Future[Made]]] = deque()
         try:
             for job in jobs:
-                ahead.append((job, self._pool.submit(job.make)))
+                with thread_for(f"starting thread {self._name}"):
+                    future = self._pool.submit(job.make)
+                ahead.append((job, future))
                 if len(ahead) > self._threads:
                     job, future = ahead.popleft()
                     yield job, future.result()
