@@ -11,15 +11,17 @@ from environments import NEEDS_COMPILER
 from failing_calls import Child, build, sites
 
 pytestmark = NEEDS_COMPILER
+EXHAUSTIVE = pytest.mark.exhaustive
 #: So many requests that none is refused.
 NEVER = 10**9
 LAYER = ("forward", "load", "load factors", "load on two nodes", "replace an expert", "replace an expert first", "export")
 LAYER += ("submit", "train", "linear", "two stages", "captured")
 FILES = ("checkpoint", "cached", "pack")
 OF_NUMPY = ("quantize", "convert", "export adapter", "import adapter")
+NATIVE = "memory of the native part"
 #: By what is refused: the errno, kinds of calls, the modules whose calls they are, operations that make such calls.
 REFUSED = {
-    "memory of the native part": ("ENOMEM", ("allocate", "map", "map of file"), ("ktmoe",), (*LAYER, *FILES)),
+    NATIVE: ("ENOMEM", ("allocate", "map", "map of file"), ("ktmoe",), (*LAYER, *FILES)),
     "threads": ("EAGAIN", ("thread",), (), (*LAYER, *FILES, "convert")),
     "numpy's arrays": ("ENOMEM", ("array",), (), tuple({*LAYER, *FILES, *OF_NUMPY} - {"submit"})),
     "memory to read into": ("ENOMEM", ("map",), ("mmap",), ("checkpoint", "pack", "convert")),
@@ -61,12 +63,13 @@ def refuse(repeat, child, what, operations, error, kinds, modules, ways=2) -> in
     return total
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", [*(pytest.param(name, marks=EXHAUSTIVE) if name != NATIVE else name for name in REFUSED)])
 def test_refused(repeat, child, what):
     error, kinds, modules, operations = REFUSED[what]
     assert refuse(repeat, child, what, operations, error, kinds, modules)
 
 
+@EXHAUSTIVE
 def test_hints_that_are_refused(repeat, child):
     """A system may refuse mbind() and madvise(): nobody notices."""
     for operation in (*LAYER, *FILES):
@@ -77,7 +80,7 @@ def test_hints_that_are_refused(repeat, child):
             assert (found["faults"], found["error"]) == ([], ""), (asked, site, found)
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_objects_of_python_that_are_refused(repeat, library, tmp_path_factory):
     """Whatever a call allocates, Python's own objects too.
 
