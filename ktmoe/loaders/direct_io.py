@@ -59,8 +59,7 @@ class DirectFile:
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd is not None and fd >= 0:
-            with suppress(OSError):  # it was only read
-                os.close(fd)
+            os.close(fd)
 
     def _open(self) -> int:
         with self._lock:

@@ -143,8 +143,7 @@ class TensorFile(ABC):
         if self._direct is not None:
             self._direct.close()
         if fd >= 0:
-            with suppress(OSError):  # it was only read
-                close(fd)
+            close(fd)
 
     def __del__(self):
         self._close()

@@ -16,7 +16,8 @@
 #include "failing.h"
 
 enum { DESCRIPTORS = 1 << 16 };
-static _Atomic bool ours[DESCRIPTORS];
+static _Atomic char ours[DESCRIPTORS]; /* READ_ONLY or WRITABLE */
+enum { READ_ONLY = 1, WRITABLE };
 static char folder[PATH_MAX];
 
 /* Files below this folder are meant, an absolute path. */
@@ -45,7 +46,8 @@ static int opened(int at, const char *path, int flags, mode_t mode, const char *
     const bool concerned = below(at, path);
     if (refused(concerned, OPEN, name)) return -1;
     const int fd = NEXT(openat)(at, path, flags, mode);
-    if (fd >= 0 && fd < DESCRIPTORS) ours[fd] = concerned;
+    const bool writes = (flags & O_ACCMODE) != O_RDONLY;
+    if (fd >= 0 && fd < DESCRIPTORS) ours[fd] = !concerned ? 0 : writes ? WRITABLE : READ_ONLY;
     return fd;
 }
 
@@ -70,7 +72,8 @@ int openat(int at, const char *path, int flags, ...) {
 int openat64(int, const char *, int, ...) ALIAS("openat");
 
 int close(int fd) {
-    const bool fails = refused(is_ours(fd), CLOSE, "close");
+    /* It fails where a remote disk refuses at last what was written. */
+    const bool fails = refused(is_ours(fd) && ours[fd] == WRITABLE, CLOSE, "close");
     if (fd >= 0 && fd < DESCRIPTORS) ours[fd] = false;
     const int result = NEXT(close)(fd); /* Linux closes it in any case */
     if (fails) errno = failing_error();
