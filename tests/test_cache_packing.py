@@ -14,7 +14,6 @@ from helpers import same_bits
 
 from ktmoe import MoELayer, MoEModel, synthetic
 from ktmoe.cache import manifest
-from ktmoe.cache import packing as packing_module
 from ktmoe.cache.packing import pack
 from ktmoe.errors import CacheError, CheckpointError, InputError, OutOfSpaceError, OutputError
 from ktmoe.files.atomic import AtomicFile
@@ -101,7 +100,7 @@ def test_the_disk_is_full(made, tmp_path):
 
 
 def test_too_little_space(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(packing_module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 10, 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 10, 1000))
     with pytest.raises(OutOfSpaceError, match="2 packed layers need"):
         pack(made[0], tmp_path / "cache")
     assert not os.listdir(tmp_path / "cache")

@@ -103,7 +103,7 @@ def test_a_thread_that_cannot_be_started(source, whole, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(UnavailableError, match=r"ktmoe convert: starting a thread: can't start new thread"):
+        with pytest.raises(UnavailableError, match=r"starting thread ktmoe-convert: can't start new thread"):
             again(source, tmp_path / "out")
     again(source, tmp_path / "out")
     assert tree(tmp_path / "out") == whole

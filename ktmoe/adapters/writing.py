@@ -19,7 +19,7 @@ from ktmoe.adapters.places import Model, Places
 from ktmoe.adapters.tensors import PREFIX, WEIGHTS_NAME
 from ktmoe.arrays import BF16
 from ktmoe.errors import InputError, OutputError
-from ktmoe.files.atomic import write_json
+from ktmoe.files.atomic import AtomicFile, indented_json
 from ktmoe.files.output import output_folder
 from ktmoe.files.safetensors_writer import SafetensorsWriter
 from ktmoe.messages import show
@@ -56,7 +56,8 @@ def export_adapter(
     fused_experts: whether all experts are in the parameters gate_up_proj and down_proj, as in transformers 5. Otherwise each
     expert has modules of its own, {modules}.{E}.gate_proj and so on, or w1, w3 and w2 where the model has them. Where fused,
     gate and up share one A, so that two adapters become one of twice the rank, with zeros in B.
-    overwrite: whether an adapter that is there may be replaced.
+    overwrite: whether an adapter that is there may be replaced; it stays as it is until the new one is on the disk. Weights
+    without adapter_config.json, which an interrupted call leaves, are replaced in any case.
     Raises InputError, CheckpointError for a config.json that cannot be read, OutputError.
     """
     folder, places = output_folder(folder), Places(model, modules)
@@ -67,11 +68,18 @@ def export_adapter(
     config = made([item.target for item in items], fused_experts, places.folder and str(places.folder))
     _make(folder, overwrite)
     tensors = sorted((each for item in items for each in item.tensors), key=lambda each: each[1] != "F32")
-    with SafetensorsWriter(folder / WEIGHTS_NAME, tensors, {"format": "pt"}, overwrite=overwrite) as writer:
+    with (
+        AtomicFile(folder / CONFIG_NAME, overwrite=overwrite) as of_config,
+        SafetensorsWriter(folder / WEIGHTS_NAME, tensors, {"format": "pt"}, overwrite=True) as writer,
+    ):
+        of_config.write(indented_json(config))
         for item in items:
             for (name, _, _), array in zip(item.tensors, item.arrays(), strict=True):
                 writer.write(np.ascontiguousarray(array), name)
-    write_json(folder / CONFIG_NAME, config, overwrite=overwrite)
+        of_config.finish()
+        writer.finish()
+        if overwrite:
+            _remove_config(folder)  # from here on there is no adapter, until the config gets its name, as the last of both
 
 
 def _checked(loras: Mapping[int, Lora]) -> dict[int, Lora]:
@@ -144,14 +152,19 @@ def _modules(module: str, pairs: Mapping[str, Pair], lora: Lora, places: Places)
 
 
 def _make(folder: Path, overwrite: bool) -> None:
-    """The folder, without an adapter_config.json: the last file that is written makes an adapter of both."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if overwrite:
-            with suppress(FileNotFoundError):
-                os.unlink(folder / CONFIG_NAME)
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         found = error.strerror if isinstance(error, OSError) else error
         raise OutputError(f"{folder}: expected a folder that can be written, found {found}") from error
     if not overwrite and os.path.lexists(folder / CONFIG_NAME):
         raise OutputError(f"{folder / CONFIG_NAME}: expected no adapter, found one")
+
+
+def _remove_config(folder: Path) -> None:
+    """Remove what makes an adapter of the weights that are there."""
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(folder / CONFIG_NAME)
+    except OSError as error:
+        raise OutputError(f"{folder / CONFIG_NAME}: expected a file that can be replaced, found {error.strerror}") from error

@@ -74,7 +74,11 @@ class PackedFileWriter:
         tensors = [(name, *what) for name, what in tensors_of(weights, shards, self._biases).items()]
         # overwrite: what no manifest names is left over, and what is not of these weights is replaced
         self._file = SafetensorsWriter(path, tensors, stated, align=core.PAGE_BYTES, overwrite=True)
-        self._file.write(np.zeros(tensors[0][2], np.uint8))
+        try:
+            self._file.write(np.zeros(tensors[0][2], np.uint8))
+        except BaseException:
+            self.abort()
+            raise
 
     @property
     def nbytes(self) -> int:
@@ -166,6 +170,8 @@ def open_packed(folder: Path, entry: PackedFile, weights: WeightSpec, stated: Ma
                 raise CacheError(f"{path}: expected one file, found another one in its place")
         finally:
             file.close()
+    except OSError as error:
+        raise CacheError(f"{path}: expected a readable file, found {error.strerror}") from error
     finally:
         os.close(descriptor)
     names = weights.projections

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from ktmoe.cache.packed_file import PackedFileWriter, open_packed, pieces
 from ktmoe.cache.wanted import ToPack, wanted
 from ktmoe.errors import CacheError, CheckpointError, OutOfSpaceError, OutputError
 from ktmoe.files.lock import LOCK_NAME, exclusive
-from ktmoe.files.output import output_folder
+from ktmoe.files.output import free_bytes, names_in, output_folder
 from ktmoe.loaders.base import find_layers
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
@@ -123,7 +122,7 @@ def _make(folder: Path) -> None:
 def _there(folder: Path, files: tuple[source.SourceFile, ...], checkpoint: Checkpoint) -> Manifest:
     """What a folder has of this checkpoint. Raises OutputError if it has something else."""
     if not os.path.lexists(folder / manifest.NAME):
-        others = sorted(name for name in os.listdir(folder) if name != LOCK_NAME and not name.startswith(f".{manifest.NAME}"))
+        others = sorted(name for name in names_in(folder) if name != LOCK_NAME and not name.startswith(f".{manifest.NAME}"))
         if others:
             raise OutputError(f"{folder}: expected an empty folder or a packed cache, found {show(others[0])} in it")
         return Manifest(files, (), {}, {})
@@ -164,7 +163,7 @@ def _open(folder: Path, there: Manifest, one: ToPack) -> Arenas:
 
 def _check_space(folder: Path, missing: list[ToPack]) -> None:
     needed = sum(each.weights.num_experts * core.expert_nbytes(each.weights, each.shards) for each in missing)
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     if needed > free:
         layers = sum(each.item.what == "layer" for each in missing)
         counts = (layers, "packed layers"), (len(missing) - layers, "packed matrices")

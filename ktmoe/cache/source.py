@@ -87,10 +87,17 @@ def _listed(names: set[str]) -> str:
 
 def _look(checkpoint: Checkpoint, headers: dict[str, int]) -> tuple[SourceFile, ...]:
     """The checkpoint's files that are there. headers: how long each one's is, by name; a file without one is digested whole."""
-    weights = [file for file in checkpoint.files if file.exists()]
-    meaning = [file for name in _MEANING if (file := checkpoint.folder / name).exists()]
+    weights = [file for file in checkpoint.files if _is_there(file)]
+    meaning = [file for name in _MEANING if _is_there(file := checkpoint.folder / name)]
     found = [_look_at(file, headers.get(file.name), True) for file in weights]
     return (*found, *(_look_at(file, None, False) for file in meaning))
+
+
+def _is_there(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError as error:  # which does not say
+        raise CheckpointError(f"{file}: expected a readable file, found {error.strerror}") from error
 
 
 def _look_at(path: Path, digested: int | None, timed: bool) -> SourceFile:
@@ -105,6 +112,8 @@ def _look_at(path: Path, digested: int | None, timed: bool) -> SourceFile:
         for start, count in (*_pieces(0, min(digested, nbytes)), *samples):
             data = bytearray(count)
             of_all.update(memoryview(data)[: fill(descriptor, data, start, str(path))])
+    except OSError as error:
+        raise CheckpointError(f"{path}: expected a readable file, found {error.strerror}") from error
     finally:
         os.close(descriptor)
     return SourceFile(path.name, nbytes, changed if timed else None, digested, of_all.hexdigest())

@@ -14,6 +14,7 @@ from ktmoe.cli import measurements
 from ktmoe.cli.measurements import Row
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.files.atomic import AtomicFile
 from ktmoe.machine import cpu as machine
 from ktmoe.machine import threads
 from ktmoe.version import installed_version
@@ -28,7 +29,9 @@ def check_writable(file: Path) -> None:
 
 
 def write(file: Path, data: dict) -> None:
-    file.expanduser().write_text(tomli_w.dumps(data))
+    """Write a results file, whole or not at all. Raises OutputError."""
+    with AtomicFile(file.expanduser(), overwrite=True) as written:
+        written.write(tomli_w.dumps(data).encode())
 
 
 def results(rows: list[Row], of_layer: dict) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -73,13 +74,16 @@ def places(folder: Path) -> tuple[Path, ...]:
 
 
 def located(path: Path, folders: tuple[Path, ...]) -> Inside | None:
-    """Where a file is; None if there is none. Raises CheckpointError where a link leads to a file in none of the folders."""
+    """Where a file is; None if there is none. Raises CheckpointError where a link leads to a file in none of the folders, or
+    where the system cannot say what is there."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return None
         place = find(path, folders)
-    except OSError:  # it leads to nothing
-        return None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # it leads to nothing
+            return None
+        raise CheckpointError(f"{path}: expected a readable file, found {error.strerror}") from error
     if place is None:
         raise CheckpointError(
             f"{path}: expected a file of this checkpoint, found a link to {show(os.path.realpath(path))}, which is not in its "

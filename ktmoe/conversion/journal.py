@@ -9,6 +9,7 @@ from pathlib import Path
 from ktmoe.errors import CheckpointError, OutputError
 from ktmoe.files.atomic import unfinished, write_json
 from ktmoe.files.lock import LOCK_NAME
+from ktmoe.files.output import names_in
 from ktmoe.loaders.checkpoint import INDEX_NAME
 from ktmoe.loaders.safetensors_file import SafetensorsFile, read_json_object
 from ktmoe.quantization import Error
@@ -33,7 +34,7 @@ class Journal:
         if self.resumed:
             self._read(folder)
             return
-        others = set(os.listdir(folder)) - {LOCK_NAME, unfinished(self._path).name}
+        others = set(names_in(folder)) - {LOCK_NAME, unfinished(self._path).name}
         if others:
             raise OutputError(f"{folder}: expected a new or an empty folder, found {min(others)}")
 

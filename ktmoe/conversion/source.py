@@ -36,14 +36,14 @@ class Source:
         self.checkpoint = Checkpoint(path)
         try:
             folder = self.checkpoint.path
-            self.folder = folder if folder.is_dir() else folder.parent
+            self.folder = self.checkpoint.folder
             infos = [self.checkpoint.info(name) for name in self.checkpoint.names()]
             self.infos: list[TensorInfo] = sorted(infos, key=lambda info: (info.file.name, info.offset, info.name))
             for info in self.infos:
                 if info.file.suffix == ".gguf" or info.dtype not in DTYPE_BITS:
                     raise FormatError(f"{info.file}: expected a safetensors file, found tensor {show(info.name)} {info.dtype}")
             weights = {info.file.name: info.file for info in self.infos}
-            beside = Beside(folder, out) if folder.is_dir() else None
+            beside = Beside(folder, out) if folder == self.folder else None
             self._where = beside.files if beside else _configs(self.folder)
             self.left_out = [
                 name for name in (beside.left_out if beside else ()) if name not in (*weights, INDEX_NAME, MISTRAL_INDEX_NAME)

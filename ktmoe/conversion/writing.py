@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +18,7 @@ from ktmoe.conversion.source import Source
 from ktmoe.errors import OutOfSpaceError, OutputError, thread_for
 from ktmoe.files.atomic import AtomicFile, sync_folder, write_json
 from ktmoe.files.lock import exclusive
+from ktmoe.files.output import free_bytes
 from ktmoe.files.safetensors_writer import SafetensorsWriter
 from ktmoe.machine.threads import get_num_threads
 from ktmoe.quantization import Error
@@ -69,7 +70,7 @@ def write(source: Source, task: Task, folder: Path, progress: Progress | None) -
         journal = Journal(folder, identity, task.command, task.noun)
         kept = [shard.name for shard in task.shards if _kept(journal, folder, shard)]
         left = [shard for shard in task.shards if shard.name not in kept]
-        copies = [identity["source"][name][0] for name in task.copied if not (folder / name).exists()]
+        copies = [identity["source"][name][0] for name in task.copied if not os.path.exists(folder / name)]
         _check_space(folder, sum(shard.nbytes for shard in left) + sum(copies))
         journal.begin()
         count = Counter(progress or (lambda done, total: None), task.shards, kept)
@@ -121,7 +122,7 @@ def _kept(journal: Journal, folder: Path, shard: Shard) -> bool:
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     if free < needed + _SPARE_BYTES:
         raise OutOfSpaceError(f"{folder}: expected {needed + _SPARE_BYTES} bytes of free space, found {free}")
 
@@ -144,15 +145,18 @@ class Workers:
     """Threads that run jobs ahead of whoever writes their bytes: as many as ktmoe has, and one job more than threads."""
 
     def __init__(self, command: str):
-        self._threads, self._what = get_num_threads(), f"ktmoe {command}: starting a thread"
-        self._pool = ThreadPoolExecutor(self._threads, f"ktmoe-{command}")
+        self._threads = get_num_threads()
+        self._name = f"ktmoe-{command}"
+        self._pool = ThreadPoolExecutor(self._threads, self._name)
 
     def in_order(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Made]]:
+        """Raises UnavailableError if a thread cannot be started; what jobs raise."""
         ahead: deque[tuple[Job, Future[Made]]] = deque()
         try:
             for job in jobs:
-                with thread_for(self._what):
-                    ahead.append((job, self._pool.submit(job.make)))
+                with thread_for(f"starting thread {self._name}"):
+                    future = self._pool.submit(job.make)
+                ahead.append((job, future))
                 if len(ahead) > self._threads:
                     job, future = ahead.popleft()
                     yield job, future.result()

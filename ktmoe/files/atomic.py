@@ -36,7 +36,7 @@ class AtomicFile:
         try:
             self._refuse_existing()
             with _told(self.path):
-                self._file.truncate(0)
+                os.ftruncate(self._file.fileno(), 0)  # which goes on after a signal
         except BaseException:
             self.abort()
             raise
@@ -50,11 +50,16 @@ class AtomicFile:
             while view:  # one call writes at most 2 GiB, and less where a signal or the end of the disk comes between
                 view = view[self._file.write(view) :]
 
+    def finish(self) -> None:
+        """Wait until all of it is on the disk: the last step that a full disk can end. commit() does it, too."""
+        with _told(self.path):
+            os.fsync(self._file.fileno())
+
     def commit(self) -> None:
         """Let the file be found under its name. Nothing can be written any more."""
         try:
+            self.finish()
             with _told(self.path):
-                os.fsync(self._file.fileno())
                 self._refuse_existing()
                 os.rename(self._unfinished, self.path)
                 self._file.close()
@@ -68,7 +73,8 @@ class AtomicFile:
         if not self._file.closed:
             with suppress(OSError):
                 os.unlink(self._unfinished)  # before its lock is given back, see exclusive()
-            self._file.close()
+            with suppress(OSError):  # what was written is gone
+                self._file.close()
 
     def __enter__(self) -> AtomicFile:
         return self
@@ -92,16 +98,22 @@ def unfinished(path: Path) -> Path:
 def write_json(path: str | os.PathLike[str], value: dict, *, overwrite: bool = False) -> None:
     """A whole file of indented JSON. Raises OutputError."""
     with AtomicFile(path, overwrite=overwrite) as file:
-        file.write(json.dumps(value, indent=2).encode() + b"\n")
+        file.write(indented_json(value))
+
+
+def indented_json(value: dict) -> bytes:
+    """What write_json() writes."""
+    return json.dumps(value, indent=2).encode() + b"\n"
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Wait until the names in a folder are on the disk. Raises OutputError."""
+    with _told(folder):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager

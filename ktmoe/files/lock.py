@@ -29,7 +29,8 @@ def exclusive(folder: str | os.PathLike[str]) -> Iterator[None]:
     finally:
         with suppress(OSError):  # the folder may be gone
             os.unlink(path)  # before the lock is given back: whoever waits for this file finds that it is not there any more
-        os.close(descriptor)
+        with suppress(OSError):  # nothing was written
+            os.close(descriptor)
 
 
 def open_locked(path: Path, what: str) -> int:

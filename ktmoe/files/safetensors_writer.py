@@ -71,14 +71,22 @@ class SafetensorsWriter:
         self._file.write(array, self.offsets[name] + self._written[name])
         self._written[name] += array.nbytes
 
+    def finish(self) -> None:
+        """Wait until all of it is on the disk: the last step that a full disk can end. Raises what commit() raises."""
+        self._refuse_unfinished()
+        self._file.finish()
+
     def commit(self) -> None:
         """Let the file be found under its name. Raises InputError if a tensor is not whole, OutputError."""
+        self._refuse_unfinished()
+        self._file.commit()
+
+    def _refuse_unfinished(self) -> None:
         if (name := self._unfinished()) is not None:
             self._file.abort()
             raise InputError(
                 f"{self.path}: tensor {name}: expected {self._nbytes[name]} bytes, found {self._written[name]} written"
             )
-        self._file.commit()
 
     def abort(self) -> None:
         """Remove what was written; nothing after commit()."""

@@ -168,7 +168,7 @@ class Checkpoint:
 
     def _open_folder(self, folder: Path) -> None:
         """Read the folder's index, or else open its files."""
-        index = next((name for name in (INDEX_NAME, MISTRAL_INDEX_NAME) if os.path.lexists(folder / name)), None)
+        index = next((name for name in (INDEX_NAME, MISTRAL_INDEX_NAME) if _is_there(folder / name)), None)
         if index:
             self._index_name, self._file_of = index, parse_index(folder / index)
         elif names := _list_files(folder, ".safetensors"):
@@ -225,6 +225,17 @@ class Checkpoint:
         return file
 
 
+def _is_there(path: Path) -> bool:
+    """Whether there is something of that name. Raises CheckpointError if the system cannot say: it may be there."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CheckpointError(f"{path}: expected a readable file, found {error.strerror}") from error
+    return True
+
+
 def _why_absent(path: Path) -> str:
     try:
         os.stat(path)
@@ -248,16 +259,16 @@ def _range(info: TensorInfo, byte_range: tuple[int, int] | None) -> tuple[int, i
 def _read_config(folder: Path) -> dict:
     """config.json, or else params.json; with quantize_config.json in the place of a quantization_config that is not there."""
     found = _read_main_config(folder)
-    if "quantization_config" not in found and os.path.lexists(folder / "quantize_config.json"):
+    if "quantization_config" not in found and _is_there(folder / "quantize_config.json"):
         found["quantization_config"] = read_json_object(folder / "quantize_config.json")
     return found
 
 
 def _read_main_config(folder: Path) -> dict:
     """config.json, or else params.json, of which the numbers of experts and the quantization get the names of config.json."""
-    if os.path.lexists(folder / "config.json"):
+    if _is_there(folder / "config.json"):
         return read_json_object(folder / "config.json")
-    if not os.path.lexists(folder / "params.json"):
+    if not _is_there(folder / "params.json"):
         return {}
     params = read_json_object(folder / "params.json")
     experts = params.get("moe")

@@ -162,12 +162,14 @@ def open_regular(path: Path) -> tuple[int, int]:
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL or a lone surrogate
         found = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"{path}: expected a readable file, found {found}") from error
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise CheckpointError(f"{path}: expected a regular file, found {stat.filemode(status.st_mode)}")
     try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path}: expected a regular file, found {stat.filemode(status.st_mode)}")
         _refuse_pointer(path, fd)
+    except OSError as error:
+        os.close(fd)
+        raise CheckpointError(f"{path}: expected a readable file, found {error.strerror}") from error
     except BaseException:
         os.close(fd)
         raise
