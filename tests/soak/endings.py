@@ -256,18 +256,15 @@ def child(case, ready):
     over, ending = threading.Event(), threading.Event()
     warnings.simplefilter("ignore")  # of more threads than CPUs
     set_num_threads(2)
-    kept = None
-    if case["where"] == "queued":
-        kept = QUEUED[case["doing"]]()
-        report()
-    elif case["where"] == "main":
-        go_on()
-    else:
-        thread = threading.Thread(target=go_on, daemon=case["where"] == "daemon")
-        thread.start()
-        select.select([case["begun"]], [], [], LONGEST)
-    child.kept = kept  # for the interpreter to find when it ends
     try:
+        if case["where"] == "queued":
+            child.kept = QUEUED[case["doing"]]()  # for the interpreter to find when it ends
+            report()
+        elif case["where"] == "main":
+            go_on()
+        else:
+            threading.Thread(target=go_on, daemon=case["where"] == "daemon").start()
+            select.select([case["begun"]], [], [], LONGEST)
         time.sleep(case["after"])
         while case["how"] not in ENDS:
             time.sleep(0.01)  # a longer one may begin just behind a signal, which then waits for its end

@@ -60,8 +60,7 @@ def test_nothing_is_left(repeat, tmp_path):
             assert growth(looks, what) == 0, (kind, what, looks)
         if apart >= 10:
             assert growth(looks, "live") < NOISE.get(kind, 1500) + apart / 2, (kind, looks)
-            half = len(looks) // 2
-            assert looks[-1]["private"] < 1.01 * looks[half]["private"], (kind, looks)
+            assert growth(looks, "private") * len(looks) < 0.01 * looks[0]["private"], (kind, looks)
 
 
 def test_what_is_left_is_seen():
