@@ -104,7 +104,8 @@ class Crowd:
 
     def _again(self, function) -> None:
         with self.noting():
-            count = 0
+            function()
+            count = 1
             while not self.over.wait(0.0002):  # so that callers come in between, too
                 function()
                 count += 1

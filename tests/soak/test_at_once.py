@@ -3,6 +3,7 @@ bits of a state that there was while it was called. changing.py says which state
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 
@@ -53,7 +54,7 @@ def while_it_is_closed(number):
 
     def caller(submit):
         def run():
-            for turn in range(100):
+            for turn in itertools.takewhile(lambda turn: turn < 100 or not closing.refused, itertools.count()):
                 closing.call(None if turn % 2 else chosen.randrange(len(closing.layers)), submit)
 
         return run
