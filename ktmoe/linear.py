@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -62,7 +63,7 @@ class Linear(PackedWeights):
     ):
         weights = matrix if isinstance(matrix, LinearWeights) else LinearWeights(matrix)
         self.spec, self.shape, self.format = weights.spec, weights.shape(), weights.formats["weight"]
-        self._replacements: list[None] = []
+        self.replaced, self._counting = 0, threading.Lock()
         self._pack(
             weights,
             backend,
@@ -115,11 +116,6 @@ class Linear(PackedWeights):
                 arenas=arenas,
             )
 
-    @property
-    def replaced(self) -> int:
-        """How often replace() has changed it."""
-        return len(self._replacements)
-
     def forward(self, x, out=None, dtype=None):
         """y [tokens, n], in x's kind and dtype.
 
@@ -168,7 +164,8 @@ class Linear(PackedWeights):
         with asking(self.backend, self.name):
             packed.replace(0, {"weight": matrix})
         self.rounding = packed.rounding
-        self._replacements.append(None)  # which several threads can do at once, as they cannot count
+        with self._counting:
+            self.replaced += 1
 
     def export(self) -> Matrix:
         """The matrix in the checkpoint's own bytes. Raises ClosedError, UnavailableError if the backend cannot."""
