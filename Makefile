@@ -49,6 +49,9 @@ test verify: $(STAMPS)/native $(STAMPS)/test
 soak: $(STAMPS)/native $(STAMPS)/test ## a million hostile headers, thousands of random layers, hours of calls: as many as HOURS=2 gives time for
 	@$(PY) -m pytest -q $(PROCESSES) --soak --hours=$(HOURS) $(ARGS)
 
+mutants: $(STAMPS)/native $(STAMPS)/test ## 200 mistakes, each planted beside the tests of its own file: which are not found; ARGS="--only ktmoe/loaders/gptq.py --count 20 --seed 3"
+	@$(PY) tools/mutants.py $(ARGS)
+
 test-kt-kernel: $(STAMPS)/native $(STAMPS)/test ## kt-kernel itself beside ktmoe: first installs it; ARGS=--smoke is a few cases, for this and the next four
 	@$(PY) tools/test_kt_kernel.py $(ARGS)
 
@@ -120,7 +123,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo demo-chat test verify soak test-kt-kernel test-writers test-engines test-machines test-sglang test-avx2 test-numa bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-distributed bench-training bench-graphs simulation results lint format config clean FORCE
+.PHONY: help demo demo-chat test verify soak mutants test-kt-kernel test-writers test-engines test-machines test-sglang test-avx2 test-numa bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-distributed bench-training bench-graphs simulation results lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE

@@ -1,0 +1,168 @@
+"""A copy of the tree in which a mistake is planted: its files, what a build has left, and the tests that run there.
+
+Of a C file, only the objects that are made of it are compiled again, by the very commands of setup.py. Then all are linked.
+A header of kernels is part of up to a hundred objects. The mistake is planted in a few of them, each of another instruction set
+as far as there are several. What tests find in these, they would find in all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NATIVE, OBJECTS = "ktmoe/_native", "build/native"
+MODULE = f"{NATIVE}/core{sysconfig.get_config_var('EXT_SUFFIX')}"
+#: So many objects of a header get the mistake. So many are compiled to find these: not each has the line.
+FEW, TRIED = 2, 4
+#: A run ends after so many seconds of a process's CPU time, or so many on the clock: a loop, or waiting for a lock, is endless.
+CPU_SECONDS, SECONDS = 90, 300
+#: What a process may have of memory, in KiB, so that a mistake in a size does not take all of the machine's.
+MEMORY_KB = 8 << 20
+#: Environment variables of the tests that may have started this.
+NOT_PASSED = ("KTMOE_", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST")
+LIMITED = 'ulimit -t "$1" && ulimit -d "$2" && ulimit -c 0 && shift 2 && exec nice -n 15 "$@"'
+
+
+class NotCompiled(Exception):
+    """The compiler refuses the mistake, or makes the same machine code of it."""
+
+
+def files(root: Path) -> list[str]:
+    """The files of a checkout, those that git does not know yet included."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout.decode()
+    return [name for name in listed.split("\0") if name and (root / name).is_file()]
+
+
+def objects(root: Path) -> list[str]:
+    """The objects that make the module, below OBJECTS."""
+    isa = runpy.run_path(str(root / NATIVE / "isa.py"))
+    found = ["python/python/core.o", "driver/kernels/isas.o"]
+    found += [f"driver/{room}/{file.stem}.o" for room in isa["DRIVER"] for file in sorted((root / NATIVE / room).glob("*.c"))]
+    known = [name for name in isa["ISAS"] if (root / OBJECTS / name / "kernels/table.o").exists()]
+    return found + [f"{name}/kernels/{source}.o" for name in known for source in isa["sources"](name)]
+
+
+class Copy:
+    """A copy of a checkout. root: the checkout. folder: where the copy is made. native: whether it has what was built."""
+
+    def __init__(self, root: Path, folder: Path, native: bool = True):
+        self.folder, self.objects, self.process = folder, [], None
+        for name in files(root):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, folder / name, follow_symlinks=False)
+        if native:
+            self.objects = objects(root)
+            for name in self.objects:
+                for ending in (".o", ".d", ".json"):
+                    source = (root / OBJECTS / name).with_suffix(ending)
+                    target = (folder / OBJECTS / name).with_suffix(ending)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(source, target)
+            shutil.copy2(root / MODULE, folder / MODULE)
+            shutil.copy2(root / MODULE, folder / "clean.so")
+
+    def plant(self, name: str, text: str) -> None:
+        """Give a file a text, and build what is made of it. Raises NotCompiled."""
+        file = self.folder / name
+        self.before = file, file.read_text(), file.stat().st_mtime_ns
+        file.write_text(text)
+        for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+            compiled.unlink()  # its time and size may be those of the file as it is now
+        if name.startswith(NATIVE) and file.suffix in (".c", ".h"):
+            self.build(name)
+
+    def restore(self) -> None:
+        """The copy as it was before plant()."""
+        file, text, time = self.before
+        file.write_text(text)
+        os.utime(file, ns=(time, time))
+        for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+            compiled.unlink()
+        if (self.folder / "clean.so").exists():
+            self.replace(self.folder / "clean.so")
+
+    def replace(self, module: Path) -> None:
+        (self.folder / MODULE).unlink(missing_ok=True)
+        shutil.copy2(module, self.folder / MODULE)
+
+    def made_of(self, name: str) -> list[str]:
+        """The objects that a source or a header is part of: of each instruction set the smallest first, in turn."""
+        rounds = {}
+        for made in self.objects:
+            needs = (self.folder / OBJECTS / made).with_suffix(".d").read_text()
+            if name in needs.replace("\\\n", " ").split():
+                rounds.setdefault(made.partition("/")[0], []).append(made)
+        size = {made: (self.folder / OBJECTS / made).stat().st_size for some in rounds.values() for made in some}
+        ordered = [(place, made) for some in rounds.values() for place, made in enumerate(sorted(some, key=size.get))]
+        return [made for _, made in sorted(ordered)]
+
+    def build(self, name: str) -> None:
+        changed = {}
+        made = self.made_of(name)
+        for one in made if name.endswith(".c") else made[:TRIED]:
+            command = json.loads((self.folder / OBJECTS / one).with_suffix(".json").read_text())["command"]
+            target = self.folder / "build" / "mutant" / one
+            target.parent.mkdir(parents=True, exist_ok=True)
+            at = command.index("-MMD")
+            command = [*command[:at], *command[at + 3 : -1], str(target)]
+            if subprocess.run(["nice", "-n", "15", *command], cwd=self.folder, capture_output=True).returncode:
+                raise NotCompiled(f"the compiler refuses {name}")
+            if target.read_bytes() != (self.folder / OBJECTS / one).read_bytes():
+                changed[one] = str(target)
+            if len(changed) == FEW and name.endswith(".h"):
+                break
+        if not changed:
+            raise NotCompiled(f"{name} is compiled to the same machine code")
+        linker = [*shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC")), "-shared", "-pthread", "-Wl,-s"]
+        linked = self.folder / "build" / "mutant" / "core.so"
+        parts = [changed.get(one, str(self.folder / OBJECTS / one)) for one in self.objects]
+        done = subprocess.run([*linker, *parts, "-o", str(linked)], cwd=self.folder, capture_output=True, text=True)
+        if done.returncode:
+            raise NotCompiled(done.stderr)
+        self.replace(linked)
+
+    def stop(self) -> None:
+        """End the tests that run, and what they started."""
+        if self.process:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def test(self, arguments: list[str], *more: str) -> tuple[str, list[str], str]:
+        """How the tests end: "passed", "failed", "crashed" or "timeout"; the names of those that failed; what was printed."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(NOT_PASSED)}
+        environment |= {"PYTHONPATH": str(self.folder)}
+        temporary = self.folder / "temporary"
+        options = ["-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", f"--basetemp={temporary}"]
+        command = [sys.executable, "-m", "pytest", *options]
+        command = ["sh", "-c", LIMITED, "sh", str(CPU_SECONDS), str(MEMORY_KB), *command, *more, *arguments]
+        printed = self.folder / "printed"
+        with printed.open("w") as file:
+            self.process = subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                code = self.process.wait(SECONDS)
+            except subprocess.TimeoutExpired:
+                code = -signal.SIGXCPU
+            self.stop()
+        text = printed.read_text(errors="replace")
+        shutil.rmtree(temporary, ignore_errors=True)
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", text, re.MULTILINE)
+        if code == 0:
+            return "passed", [], text
+        if code in (-signal.SIGXCPU, -signal.SIGKILL):
+            return "timeout", failed, text
+        return ("failed" if failed else "crashed"), failed, text
