@@ -2,12 +2,13 @@
 
 Of a C file, only the objects that are made of it are compiled again, by the very commands of setup.py. Then all are linked.
 A header of kernels is part of up to a hundred objects. The mistake is planted in a few of them, each of another instruction set
-as far as there are several. What tests find in these, they would find in all.
+as far as there are several. What tests find in these, they would find in all. If it lives, the largest get it, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -23,12 +24,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE, OBJECTS = "ktmoe/_native", "build/native"
 MODULE = f"{NATIVE}/core{sysconfig.get_config_var('EXT_SUFFIX')}"
-#: So many objects of a header get the mistake. So many are compiled to find these: not each has the line.
-FEW, TRIED = 2, 4
+#: So many objects of a header get the mistake, of so many that are compiled: not each has the line. Of the largest, all get it.
+FEW, TRIED = 2, 7
 #: A run ends after so many seconds of a process's CPU time, or so many on the clock: a loop, or waiting for a lock, is endless.
 CPU_SECONDS, SECONDS = 90, 300
 #: What a process may have of memory, in KiB, so that a mistake in a size does not take all of the machine's.
 MEMORY_KB = 8 << 20
+UNUSED = ("cacheprovider", "xdist", "hypothesispytest")
+#: Of pytest: two plugins that no test needs take half of the time until the first test runs.
+OPTIONS = ("-q", "--no-header", "--tb=line", *(word for name in UNUSED for word in ("-p", f"no:{name}")))
 #: Environment variables of the tests that may have started this.
 NOT_PASSED = ("KTMOE_", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST")
 LIMITED = 'ulimit -t "$1" && ulimit -d "$2" && ulimit -c 0 && shift 2 && exec nice -n 15 "$@"'
@@ -73,15 +77,16 @@ class Copy:
             shutil.copy2(root / MODULE, folder / MODULE)
             shutil.copy2(root / MODULE, folder / "clean.so")
 
-    def plant(self, name: str, text: str) -> None:
-        """Give a file a text, and build what is made of it. Raises NotCompiled."""
+    def plant(self, name: str, text: str, largest: bool = False) -> None:
+        """Give a file a text, and build what is made of it. largest: of a header's objects, the largest, which have most of its
+        uses, and not the smallest, which are compiled at once. Raises NotCompiled."""
         file = self.folder / name
         self.before = file, file.read_text(), file.stat().st_mtime_ns
         file.write_text(text)
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
             compiled.unlink()  # its time and size may be those of the file as it is now
         if name.startswith(NATIVE) and file.suffix in (".c", ".h"):
-            self.build(name)
+            self.build(name, largest)
 
     def restore(self) -> None:
         """The copy as it was before plant()."""
@@ -97,21 +102,21 @@ class Copy:
         (self.folder / MODULE).unlink(missing_ok=True)
         shutil.copy2(module, self.folder / MODULE)
 
-    def made_of(self, name: str) -> list[str]:
-        """The objects that a source or a header is part of: of each instruction set the smallest first, in turn."""
+    def made_of(self, name: str, largest: bool) -> list[str]:
+        """The objects that a source or a header is part of: the smallest of each instruction set first, or the largest."""
         rounds = {}
         for made in self.objects:
             needs = (self.folder / OBJECTS / made).with_suffix(".d").read_text()
             if name in needs.replace("\\\n", " ").split():
                 rounds.setdefault(made.partition("/")[0], []).append(made)
         size = {made: (self.folder / OBJECTS / made).stat().st_size for some in rounds.values() for made in some}
-        ordered = [(place, made) for some in rounds.values() for place, made in enumerate(sorted(some, key=size.get))]
-        return [made for _, made in sorted(ordered)]
+        ordered = [sorted(some, key=size.get, reverse=largest) for some in rounds.values()]
+        return [made for turn in itertools.zip_longest(*ordered) for made in turn if made]
 
-    def build(self, name: str) -> None:
-        changed = {}
-        made = self.made_of(name)
-        for one in made if name.endswith(".c") else made[:TRIED]:
+    def build(self, name: str, largest: bool) -> None:
+        changed, header = {}, name.endswith(".h")
+        made = self.made_of(name, largest)
+        for one in made[:TRIED] if header else made:
             command = json.loads((self.folder / OBJECTS / one).with_suffix(".json").read_text())["command"]
             target = self.folder / "build" / "mutant" / one
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -121,8 +126,10 @@ class Copy:
                 raise NotCompiled(f"the compiler refuses {name}")
             if target.read_bytes() != (self.folder / OBJECTS / one).read_bytes():
                 changed[one] = str(target)
-            if len(changed) == FEW and name.endswith(".h"):
+            if len(changed) == FEW and header and not largest:
                 break
+        if not changed and header and not largest:
+            return self.build(name, True)
         if not changed:
             raise NotCompiled(f"{name} is compiled to the same machine code")
         linker = [*shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC")), "-shared", "-pthread", "-Wl,-s"]
@@ -132,6 +139,7 @@ class Copy:
         if done.returncode:
             raise NotCompiled(done.stderr)
         self.replace(linked)
+        return None
 
     def stop(self) -> None:
         """End the tests that run, and what they started."""
@@ -145,8 +153,7 @@ class Copy:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(NOT_PASSED)}
         environment |= {"PYTHONPATH": str(self.folder)}
         temporary = self.folder / "temporary"
-        options = ["-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", f"--basetemp={temporary}"]
-        command = [sys.executable, "-m", "pytest", *options]
+        command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={temporary}"]
         command = ["sh", "-c", LIMITED, "sh", str(CPU_SECONDS), str(MEMORY_KB), *command, *more, *arguments]
         printed = self.folder / "printed"
         with printed.open("w") as file:

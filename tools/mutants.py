@@ -104,15 +104,16 @@ class Run:
             counts = dict.fromkeys(kinds, count)
         chosen = {}
         for python, of_kind in kinds.items():
-            left = {name: len(self.candidates(self.root, name)) for name in sorted(of_kind)}
-            order = [name for name in left if left[name]]
-            random.Random(f"{self.seed} {python}").shuffle(order)
+            left = {name: len(self.candidates(self.root, name)) for name in of_kind}
+            order = sorted((name for name in left if left[name]), key=self.place)
             for place in range(min(counts[python], sum(left.values())) if order else 0):
                 name = order[place % len(order)]
                 chosen[name] = chosen.get(name, 0) + 1
-        order = sorted(chosen)
-        random.Random(f"{self.seed}").shuffle(order)
-        return {name: chosen[name] for name in order}
+        return {name: chosen[name] for name in sorted(chosen, key=self.place)}
+
+    def place(self, name: str) -> float:
+        """A file's place in the order in which files are drawn. Files that come or go later change no other's."""
+        return random.Random(f"{self.seed} {name}").random()
 
     def plant(self, name: str, wanted: int) -> None:
         """Plant so many of a file's mistakes."""
@@ -143,6 +144,10 @@ class Run:
         try:
             copy.plant(mutation.file, planted)
             how, failed, _ = copy.test(self.tests.of(mutation.file), "-x")
+            if how == "passed" and mutation.file.endswith(".h"):
+                copy.restore()
+                copy.plant(mutation.file, planted, largest=True)
+                how, failed, _ = copy.test(self.tests.of(mutation.file), "-x")
         except NotCompiled:
             with self.lock:
                 self.refused += 1
