@@ -1,8 +1,8 @@
 """A copy of the tree in which a mistake is planted: its files, what a build has left, and the tests that run there.
 
-Of a C file, only the objects that are made of it are compiled again, by the very commands of setup.py. Then all are linked.
-A header of kernels is part of up to a hundred objects. The mistake is planted in a few of them, each of another instruction set
-as far as there are several. What tests find in these, they would find in all. If it lives, the largest get it, too.
+Of a C file, only objects that are made of it are compiled again, by the very commands of setup.py. Then all are linked.
+A header of kernels is part of up to a hundred objects, and some take a minute. The mistake is planted in a few of them, each of
+another instruction set as far as there are several. What tests find in these, they would find in all.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE, OBJECTS = "ktmoe/_native", "build/native"
 MODULE = f"{NATIVE}/core{sysconfig.get_config_var('EXT_SUFFIX')}"
-#: So many objects of a header get the mistake, of so many that are compiled: not each has the line. Of the largest, all get it.
-FEW, TRIED = 2, 7
+#: So many objects get the mistake, of so many that are compiled: not each has the line. Those of a middling size come first:
+#: they are compiled in seconds, and have most uses of a header.
+FEW, TRIED, MIDDLE_BYTES = 2, 6, 60_000
 #: A run ends after so many seconds of a process's CPU time, or so many on the clock: a loop, or waiting for a lock, is endless.
 CPU_SECONDS, SECONDS = 90, 300
 #: What a process may have of memory, in KiB, so that a mistake in a size does not take all of the machine's.
@@ -77,16 +78,15 @@ class Copy:
             shutil.copy2(root / MODULE, folder / MODULE)
             shutil.copy2(root / MODULE, folder / "clean.so")
 
-    def plant(self, name: str, text: str, largest: bool = False) -> None:
-        """Give a file a text, and build what is made of it. largest: of a header's objects, the largest, which have most of its
-        uses, and not the smallest, which are compiled at once. Raises NotCompiled."""
+    def plant(self, name: str, text: str) -> None:
+        """Give a file a text, and build what is made of it. Raises NotCompiled."""
         file = self.folder / name
         self.before = file, file.read_text(), file.stat().st_mtime_ns
         file.write_text(text)
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
             compiled.unlink()  # its time and size may be those of the file as it is now
         if name.startswith(NATIVE) and file.suffix in (".c", ".h"):
-            self.build(name, largest)
+            self.build(name)
 
     def restore(self) -> None:
         """The copy as it was before plant()."""
@@ -102,47 +102,57 @@ class Copy:
         (self.folder / MODULE).unlink(missing_ok=True)
         shutil.copy2(module, self.folder / MODULE)
 
-    def made_of(self, name: str, largest: bool) -> list[str]:
-        """The objects that a source or a header is part of: the smallest of each instruction set first, or the largest."""
+    def made_of(self, name: str) -> list[str]:
+        """The objects that a source or a header is part of: of each instruction set the one next to MIDDLE_BYTES first."""
         rounds = {}
         for made in self.objects:
             needs = (self.folder / OBJECTS / made).with_suffix(".d").read_text()
             if name in needs.replace("\\\n", " ").split():
-                rounds.setdefault(made.partition("/")[0], []).append(made)
-        size = {made: (self.folder / OBJECTS / made).stat().st_size for some in rounds.values() for made in some}
-        ordered = [sorted(some, key=size.get, reverse=largest) for some in rounds.values()]
-        return [made for turn in itertools.zip_longest(*ordered) for made in turn if made]
+                away = abs((self.folder / OBJECTS / made).stat().st_size - MIDDLE_BYTES)
+                rounds.setdefault(made.partition("/")[0], []).append((away, made))
+        turns = itertools.zip_longest(*map(sorted, rounds.values()))
+        return [made for turn in turns for _, made in sorted(filter(None, turn))]
 
-    def build(self, name: str, largest: bool) -> None:
-        changed, header = {}, name.endswith(".h")
-        made = self.made_of(name, largest)
-        for one in made[:TRIED] if header else made:
+    def build(self, name: str) -> None:
+        changed = {}
+        for one in self.made_of(name)[:TRIED]:
             command = json.loads((self.folder / OBJECTS / one).with_suffix(".json").read_text())["command"]
             target = self.folder / "build" / "mutant" / one
             target.parent.mkdir(parents=True, exist_ok=True)
             at = command.index("-MMD")
             command = [*command[:at], *command[at + 3 : -1], str(target)]
-            if subprocess.run(["nice", "-n", "15", *command], cwd=self.folder, capture_output=True).returncode:
+            if self.run(["nice", "-n", "15", *command], SECONDS):
                 raise NotCompiled(f"the compiler refuses {name}")
             if target.read_bytes() != (self.folder / OBJECTS / one).read_bytes():
                 changed[one] = str(target)
-            if len(changed) == FEW and header and not largest:
+            if len(changed) == FEW:
                 break
-        if not changed and header and not largest:
-            return self.build(name, True)
         if not changed:
             raise NotCompiled(f"{name} is compiled to the same machine code")
         linker = [*shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC")), "-shared", "-pthread", "-Wl,-s"]
         linked = self.folder / "build" / "mutant" / "core.so"
         parts = [changed.get(one, str(self.folder / OBJECTS / one)) for one in self.objects]
-        done = subprocess.run([*linker, *parts, "-o", str(linked)], cwd=self.folder, capture_output=True, text=True)
-        if done.returncode:
-            raise NotCompiled(done.stderr)
+        if self.run([*linker, *parts, "-o", str(linked)], SECONDS):
+            raise NotCompiled(f"the linker refuses {name}")
         self.replace(linked)
-        return None
+
+    def run(self, command: list[str], seconds: float) -> int:
+        """A command's exit status, as subprocess has it. What it printed is in the file printed."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(NOT_PASSED)}
+        environment |= {"PYTHONPATH": str(self.folder)}
+        with (self.folder / "printed").open("w") as file:
+            self.process = subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return -signal.SIGXCPU
+        finally:
+            self.stop()
 
     def stop(self) -> None:
-        """End the tests that run, and what they started."""
+        """End what runs, and what it started."""
         if self.process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -150,22 +160,10 @@ class Copy:
 
     def test(self, arguments: list[str], *more: str) -> tuple[str, list[str], str]:
         """How the tests end: "passed", "failed", "crashed" or "timeout"; the names of those that failed; what was printed."""
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(NOT_PASSED)}
-        environment |= {"PYTHONPATH": str(self.folder)}
         temporary = self.folder / "temporary"
-        command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={temporary}"]
-        command = ["sh", "-c", LIMITED, "sh", str(CPU_SECONDS), str(MEMORY_KB), *command, *more, *arguments]
-        printed = self.folder / "printed"
-        with printed.open("w") as file:
-            self.process = subprocess.Popen(
-                command, cwd=self.folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                code = self.process.wait(SECONDS)
-            except subprocess.TimeoutExpired:
-                code = -signal.SIGXCPU
-            self.stop()
-        text = printed.read_text(errors="replace")
+        command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={temporary}", *more, *arguments]
+        code = self.run(["sh", "-c", LIMITED, "sh", str(CPU_SECONDS), str(MEMORY_KB), *command], SECONDS)
+        text = (self.folder / "printed").read_text(errors="replace")
         shutil.rmtree(temporary, ignore_errors=True)
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", text, re.MULTILINE)
         if code == 0:
