@@ -144,7 +144,7 @@ def test_every_file_has_tests(tool):
 
 def test_the_results_are_of_files_that_are_there(tool):
     saved = tomllib.loads((ROOT / tool.RESULTS).read_text())
-    assert saved["drawn"] == len(saved["mutants"]) >= 200
+    assert saved["drawn"] == len(saved["mutants"]) > 0
     for row in saved["mutants"]:
         assert (ROOT / row["file"]).is_file()
         assert row["outcome"] in (*tool.FOUND, tool.EXPLAINED)
