@@ -29,14 +29,13 @@ MODULE = f"{NATIVE}/core{sysconfig.get_config_var('EXT_SUFFIX')}"
 FEW, TRIED, MIDDLE_BYTES = 2, 6, 60_000
 #: A run ends after so many seconds of a process's CPU time, or so many on the clock: a loop, or waiting for a lock, is endless.
 CPU_SECONDS, SECONDS = 90, 300
-#: What a process may have of memory, in KiB, so that a mistake in a size does not take all of the machine's.
-MEMORY_KB = 8 << 20
 UNUSED = ("cacheprovider", "xdist", "hypothesispytest")
 #: Of pytest: two plugins that no test needs take half of the time until the first test runs.
 OPTIONS = ("-q", "--no-header", "--tb=line", *(word for name in UNUSED for word in ("-p", f"no:{name}")))
 #: Environment variables of the tests that may have started this.
 NOT_PASSED = ("KTMOE_", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST")
-LIMITED = 'ulimit -t "$1" && ulimit -d "$2" && ulimit -c 0 && shift 2 && exec nice -n 15 "$@"'
+#: Where a mistake takes all memory, Linux ends these tests first. A limit of memory would turn sanitizers off.
+LIMITED = 'echo 1000 >/proc/self/oom_score_adj; ulimit -t "$1" && ulimit -c 0 && shift && exec nice -n 15 "$@"'
 
 
 class NotCompiled(Exception):
@@ -64,6 +63,7 @@ class Copy:
 
     def __init__(self, root: Path, folder: Path, native: bool = True):
         self.folder, self.objects, self.process = folder, [], None
+        (folder / "tmp").mkdir(parents=True)  # what a killed test leaves
         for name in files(root):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, folder / name, follow_symlinks=False)
@@ -139,7 +139,7 @@ class Copy:
     def run(self, command: list[str], seconds: float) -> int:
         """A command's exit status, as subprocess has it. What it printed is in the file printed."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(NOT_PASSED)}
-        environment |= {"PYTHONPATH": str(self.folder)}
+        environment |= {"PYTHONPATH": str(self.folder), "TMPDIR": str(self.folder / "tmp")}
         with (self.folder / "printed").open("w") as file:
             self.process = subprocess.Popen(
                 command, cwd=self.folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -162,7 +162,7 @@ class Copy:
         """How the tests end: "passed", "failed", "crashed" or "timeout"; the names of those that failed; what was printed."""
         temporary = self.folder / "temporary"
         command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={temporary}", *more, *arguments]
-        code = self.run(["sh", "-c", LIMITED, "sh", str(CPU_SECONDS), str(MEMORY_KB), *command], SECONDS)
+        code = self.run(["sh", "-c", LIMITED, "sh", str(CPU_SECONDS), *command], SECONDS)
         text = (self.folder / "printed").read_text(errors="replace")
         shutil.rmtree(temporary, ignore_errors=True)
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", text, re.MULTILINE)

@@ -85,7 +85,7 @@ class Run:
     mutants: list[Mutant] = field(default_factory=list)
     refused: int = 0
     saved: Path | None = None
-    done: dict[tuple, Mutant] = field(default_factory=dict)
+    known: dict[tuple, Mutant] = field(default_factory=dict)
     stopped: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -127,8 +127,8 @@ class Run:
                 if not wanted or self.stopped:
                     break
                 begun = time.monotonic()
-                done = self.done.get((name, *mutation.lines(text)))
-                mutant = done or self.judged(copy, mutation, text)
+                known = self.known.get((name, *mutation.lines(text)))
+                mutant = known if known and known.outcome != ALIVE else self.judged(copy, mutation, text)
                 if mutant and not self.stopped:
                     wanted -= 1
                     self.say(mutant, time.monotonic() - begun)
@@ -183,7 +183,8 @@ def read_results(file: Path) -> dict[tuple, Mutant]:
 
 def results(run: Run) -> dict:
     """What is saved: the run, how many ended how, and each mutant."""
-    mutants = sorted(run.mutants, key=lambda mutant: mutant.identity)
+    mutants = (run.known | {mutant.identity: mutant for mutant in run.mutants}).values()
+    mutants = sorted(mutants, key=lambda mutant: mutant.identity)
     outcomes = Counter(mutant.outcome for mutant in mutants)
     rows = [{name: value for name, value in vars(mutant).items() if value} for mutant in mutants]
     counts = {outcome: outcomes[outcome] for outcome in (*FOUND, EXPLAINED, ALIVE)}
@@ -197,13 +198,13 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     parser.add_argument("--seed", type=int, default=1, help="which ones (default 1)")
     parser.add_argument("--processes", type=int, default=2, help="how many at a time (default 2)")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS}")
-    parser.add_argument("--resume", action="store_true", help=f"take over what {RESULTS} says was found or explained")
+    parser.add_argument("--resume", action="store_true", help=f"keep {RESULTS}; try again what was alive")
     options = parser.parse_args(arguments)
     known = read_results(root / RESULTS)
     reasons = {identity: mutant.reason for identity, mutant in known.items() if mutant.reason}
     run = Run(root, Tests.read(root / MAP), options.seed, reasons)
     if options.resume:
-        run.done = {identity: mutant for identity, mutant in known.items() if mutant.outcome != ALIVE}
+        run.known = known
     run.saved = root / RESULTS if options.save else None
     drawn = run.drawn(options.only, options.count)
     if not drawn:
