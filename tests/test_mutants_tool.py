@@ -201,6 +201,16 @@ def test_a_test_that_fails_anyway_finds_nothing(tool, project, capsys):
     assert "these tests fail without a mistake, too:\n  tests/test_a.py::test_total" in printed
 
 
+def test_an_endless_loop_is_found(tool, project, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("mutant_copy"), "CPU_SECONDS", 1)
+    text = (project / "ktmoe" / "a.py").read_text()
+    at = text.index("return")
+    endless = tool.mutations.Mutation("ktmoe/a.py", "deleted", at, at, "while True: pass\n    ")
+    monkeypatch.setattr(tool.Run, "candidates", lambda self, root, name: [endless])
+    assert tool.main(["--only", "ktmoe/a.py", "--count", "1", "--processes", "1"], project) == 0
+    assert "1 drawn, 0 found, 0 crashed, 1 timeout" in capsys.readouterr().out
+
+
 def test_a_file_without_tests(tool, capsys):
     with pytest.raises(SystemExit):
         tool.main(["--only", "ktmoe/torch/linear.py"])
