@@ -2,7 +2,7 @@
 
 Of a C file, only objects that are made of it are compiled again, by the very commands of setup.py. Then all are linked.
 A header of kernels is part of up to a hundred objects, and some take a minute. The mistake is planted in a few of them, each of
-another instruction set as far as there are several. What tests find in these, they would find in all.
+another instruction set as far as there are several. What tests find in these, they would find in all. If it lives, all get it.
 """
 
 from __future__ import annotations
@@ -78,15 +78,16 @@ class Copy:
             shutil.copy2(root / MODULE, folder / MODULE)
             shutil.copy2(root / MODULE, folder / "clean.so")
 
-    def plant(self, name: str, text: str) -> None:
-        """Give a file a text, and build what is made of it. Raises NotCompiled."""
+    def plant(self, name: str, text: str, everywhere: bool = False) -> bool:
+        """Give a file a text, and build what is made of it. Returns whether all of it is. Raises NotCompiled."""
         file = self.folder / name
         self.before = file, file.read_text(), file.stat().st_mtime_ns
         file.write_text(text)
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
             compiled.unlink()  # its time and size may be those of the file as it is now
         if name.startswith(NATIVE) and file.suffix in (".c", ".h"):
-            self.build(name)
+            return self.build(name, everywhere)
+        return True
 
     def restore(self) -> None:
         """The copy as it was before plant()."""
@@ -113,9 +114,9 @@ class Copy:
         turns = itertools.zip_longest(*map(sorted, rounds.values()))
         return [made for turn in turns for _, made in sorted(filter(None, turn))]
 
-    def build(self, name: str) -> None:
-        changed = {}
-        for one in self.made_of(name)[:TRIED]:
+    def build(self, name: str, everywhere: bool) -> bool:
+        changed, made = {}, self.made_of(name)
+        for one in made if everywhere else made[:TRIED]:
             command = json.loads((self.folder / OBJECTS / one).with_suffix(".json").read_text())["command"]
             target = self.folder / "build" / "mutant" / one
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +126,7 @@ class Copy:
                 raise NotCompiled(f"the compiler refuses {name}")
             if target.read_bytes() != (self.folder / OBJECTS / one).read_bytes():
                 changed[one] = str(target)
-            if len(changed) == FEW:
+            if len(changed) == FEW and not everywhere:
                 break
         if not changed:
             raise NotCompiled(f"{name} is compiled to the same machine code")
@@ -135,6 +136,7 @@ class Copy:
         if self.run([*linker, *parts, "-o", str(linked)], SECONDS):
             raise NotCompiled(f"the linker refuses {name}")
         self.replace(linked)
+        return everywhere or len(made) <= len(changed)
 
     def run(self, command: list[str], seconds: float) -> int:
         """A command's exit status, as subprocess has it. What it printed is in the file printed."""

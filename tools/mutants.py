@@ -144,8 +144,12 @@ class Run:
                 self.refused += 1
             return None
         try:
-            copy.plant(mutation.file, planted)
+            complete = copy.plant(mutation.file, planted)
             how, failed, _ = copy.test(self.tests.of(mutation.file), "-x")
+            if how == "passed" and not complete:
+                copy.restore()
+                copy.plant(mutation.file, planted, everywhere=True)
+                how, failed, _ = copy.test(self.tests.of(mutation.file), "-x")
         except NotCompiled:
             with self.lock:
                 self.refused += 1
