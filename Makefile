@@ -51,6 +51,8 @@ soak: $(STAMPS)/native $(STAMPS)/test ## a million hostile headers, thousands of
 
 sanitize: $(STAMPS)/native $(STAMPS)/test ## random calls of all native code under sanitizers, many threads, planted faults; ARGS=--soak for all cases
 	@KTMOE_TEST_SANITIZE=1 $(PY) -m pytest -q -n 0 tests/sanitize $(ARGS)
+mutants: $(STAMPS)/native $(STAMPS)/test ## 200 mistakes, each planted beside the tests of its own file: which are not found; ARGS="--only ktmoe/loaders/gptq.py --count 20 --seed 3"
+	@$(PY) tools/mutants.py $(ARGS)
 
 test-kt-kernel: $(STAMPS)/native $(STAMPS)/test ## kt-kernel itself beside ktmoe: first installs it; ARGS=--smoke is a few cases, for this and the next four
 	@$(PY) tools/test_kt_kernel.py $(ARGS)

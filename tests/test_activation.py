@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers import BF16, bits, pack_nibbles, same_bits
 
-from ktmoe import ExpertWeights, GatedActivation, MoELayer
+from ktmoe import ExpertWeights, GatedActivation, MoELayer, reference
 from ktmoe._native import core
 from ktmoe.errors import InputError
 from ktmoe.reference import EXP_RELATIVE_ERROR
@@ -172,3 +172,10 @@ def test_silu_of_minus_zero_and_zero_is_zero(backend):
 def test_parameters_are_numbers(parameters):
     with pytest.raises((InputError, TypeError)):
         GatedActivation(**parameters)
+
+
+def test_the_defaults_are_swiglu():
+    """silu(g) * u, as Shazeer's paper has it, written out: no alpha, no clamp, nothing added to u."""
+    g, u = np.meshgrid(np.linspace(-30, 60, 207), np.linspace(-1000, 1000, 41))
+    found, _ = reference.activate(GatedActivation(), g, 0 * g, u, 0 * u)
+    np.testing.assert_allclose(found, g / (1 + np.exp(-g)) * u, rtol=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -292,13 +293,16 @@ def test_shared_memory_of_gradients(folder):
 
 
 def test_forked(folder):
-    """A child has its own queue, and what was kept."""
+    """A child has its own queue, and what was kept. What was submitted is the parent's."""
     with wrapper(folder, tensors=matrices()) as w:
         w.forward(*batch())
         w.submit_forward(*batch(1))
         child = os.fork()
         if not child:
             try:
+                signal.alarm(60)  # it would wait for its parent's thread for ever
+                with pytest.raises(InputError, match="found none"):
+                    w.sync_forward()
                 w.backward(gradient())
                 w.forward(*batch(2))
                 w.backward(gradient())

@@ -274,11 +274,14 @@ WRONG = {
         MissingTensorError,
         ["expected with the layer's others"],
     ),
-    "unlike expert 0": (
-        lambda _: old_layer(0) | {"blk.0.ffn_up.2.weight": f32(128, 64)},
-        CheckpointError,
-        ["ffn_up.2.weight: expected Q8_0 [128, 64] as in expert 0, found F32 [128, 64]"],
-    ),
+    **{
+        f"expert {expert} unlike expert 0": (
+            lambda _, name=f"blk.0.ffn_up.{expert}.weight": old_layer(0) | {name: f32(128, 64)},
+            CheckpointError,
+            [f"ffn_up.{expert}.weight: expected Q8_0 [128, 64] as in expert 0, found F32 [128, 64]"],
+        )
+        for expert in (1, 2)
+    },
     "three dimensions of one": (
         lambda _: {name: (F32, (2, *shape), bytes(8 * 128 * 64)) for name, (_, shape, _) in old_layer(0).items()},
         FormatError,

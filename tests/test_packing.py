@@ -430,6 +430,7 @@ def test_a_bfloat16_that_is_not_finite_is_refused_by_name_and_position(backend, 
 
 #: What is no number, by the kind of a scale or an element.
 WRONG = {"ue8m0": [255], "e4m3": [0x7F, 0xFF], "E4M3": [0x7F, 0xFF], "BF16": [np.nan, -np.inf]}
+WRONG |= dict.fromkeys(("FP16", "FP32"), WRONG["BF16"])
 LOOKED_AT = {
     **{
         name: ("scales", FORMATS[name].scale.kind)
@@ -437,6 +438,8 @@ LOOKED_AT = {
     },
     "fp8-row": ("codes", "E4M3"),
     "b16": ("codes", "BF16"),
+    "f16": ("codes", "FP16"),
+    "f32": ("codes", "FP32"),
 }
 
 

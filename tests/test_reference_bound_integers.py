@@ -1,18 +1,42 @@
 """The reference's bound where x and h are int16 or int8: an uncertain h, its error, and how near to bf16 all stays."""
 
+import helpers
 import numpy as np
 import pytest
 from reference_experts import BFLOAT16, random_batch, random_experts
 from simulated import int8_rows, int16_rows, linear
 
-from ktmoe.reference import dequantize, forward, operand, round_bfloat16
-from ktmoe.weights.formats import int4
+from ktmoe import Matrix, reference
+from ktmoe.reference import UNIT, dequantize, forward, operand, round_bfloat16
+from ktmoe.weights.formats import int4, int8
 
 
 def neighbours(a):
     """The bfloat16 numbers below and above, for positive ones."""
     bits = a.astype(BFLOAT16).view(np.uint16)
     return ((bits + np.uint16(step)).view(BFLOAT16).astype(np.float64) for step in (65535, 1))
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "activations", "roundings"),
+    [
+        (int4(32), "int8", 1),  # a sum is exact; that it is scaled and added is one rounding
+        (int8(32), "int8", 1),
+        (int8(32), "int16", 2),  # a sum may have more than 24 bits
+        (helpers.SUPER_SCALED["int3 super-16"], "int16", 3),  # a scale times its super-scale, and two sums of 16
+        (helpers.SUPER_SCALED["int3 super-16"], "int8", 4),  # that times the scale of x, too
+    ],
+    ids=["int4-int8", "int8-int8", "int8-int16", "int3-int16", "int3-int8"],
+)
+def test_what_is_rounded_of_one_block(weight_format, activations, roundings):
+    """The bound is for these roundings and no more: of 32 products it has the sizes, and TINY."""
+    rng = np.random.default_rng(5)
+    arrays = {label: np.ones(shape, dtype) for label, (dtype, shape) in weight_format.arrays(3, 32).items()}
+    matrix = Matrix("w", weight_format, (3, 32), **arrays)
+    a = rng.integers(1, 100, (2, 32)).astype(float)
+    _, eps = reference.linear(matrix, a, np.zeros_like(a), activations=activations)
+    sizes = a @ np.abs(dequantize(matrix)).T
+    assert np.array_equal(np.round(eps / (UNIT * sizes), 3), np.full((2, 3), roundings))
 
 
 def test_a_quantised_h_that_is_uncertain_is_within_its_error_and_attains_it():

@@ -164,6 +164,8 @@ static void *call(void *argument) {
     for (size_t round = 0; round < rounds; round++) {
         const size_t wanted = 1 + next_random(&state) % threads;
         if (next_random(&state) % 4 == 0) kt_pool_configure(wanted, next_random(&state) % 2, state % 3 * spin_ns, &placement);
+        const size_t limit = kt_pool_threads(); /* another caller may have set it by now */
+        CHECK(limit && limit <= threads);
         kt_pool_lock();
         const size_t which = next_random(&state) % 3;
         const kt_placement *own = which < 2 ? &others[which] : NULL;
