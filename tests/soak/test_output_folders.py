@@ -128,6 +128,7 @@ def hold(folder, count, sender):
     sender.send(got)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_many_processes_want_a_folder(repeat, tmp_path):
     """The lock's file is made and removed all the time: nobody locks one that has no name any more."""
     context = multiprocessing.get_context("fork")
