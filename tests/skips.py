@@ -18,7 +18,7 @@ ALLOWED = (
     r"objdump is not installed",
     r"(torch|vLLM) is not installed",
     r"torch has no CUDA device here",
-    r"there can be no network namespaces here: ",
+    r"there can be no (network|mount) namespaces here: ",
     r"matplotlib is not installed",
     r"needs two CPUs",
     r"this Python has a GIL",

@@ -136,7 +136,20 @@ def test_a_manifest_that_is_none(model, text):
     refused(*model, "ktmoe-cache.json")
 
 
-# While a cache is used
+# While a cache is opened and used
+
+
+def test_a_file_that_changes_before_it_is_mapped(model, monkeypatch):
+    """What was read of it belongs to other arenas."""
+    real = core.ArenaFile
+
+    def late(path, descriptor, offsets):
+        os.utime(path, ns=(0, 1))
+        return real(path, descriptor, offsets)
+
+    monkeypatch.setattr(core, "ArenaFile", late)
+    with pytest.raises(CacheError, match=r"layer-0.safetensors: changed while it was read: time of change: expected"):
+        MoELayer.from_checkpoint(model[0], 0, cache=model[1])
 
 
 def calls(layer, other):

@@ -141,15 +141,28 @@ def test_the_target_is_a_cache_of_another_layout(model):
         pack(path, cache)
 
 
-def test_the_checkpoint_changes_meanwhile(tmp_path):
+def _touch(file):
+    os.utime(file)
+
+
+def _replace(file):
+    """What is read goes on to be the old one."""
+    shutil.copy(file, file.with_name("copy"))
+    os.replace(file.with_name("copy"), file)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"), [(_touch, "changed while it was read"), (_replace, "expected files that do not change meanwhile")]
+)
+def test_the_checkpoint_changes_meanwhile(tmp_path, change, match):
     """Nothing of the layer that was being packed stays."""
     synthetic.write_deepseek_v4(tmp_path / "model", layers=2, **SIZES)
     os.utime(tmp_path / "model" / "model.safetensors", ns=(0, 10**18))
 
     def progress(now, total):
-        os.utime(tmp_path / "model" / "model.safetensors")
+        change(tmp_path / "model" / "model.safetensors")
 
-    with pytest.raises(CheckpointError, match="expected files that do not change meanwhile"):
+    with pytest.raises(CheckpointError, match=match):
         pack(tmp_path / "model", tmp_path / "cache", progress=progress)
     assert os.listdir(tmp_path / "cache") == [MANIFEST]
 

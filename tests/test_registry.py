@@ -66,6 +66,7 @@ def test_built_in_names():
         "stacked",
         "staging",
         "tensor_file",
+        "unchanged",
         "unknown",
     }
     for module, others in ((backends, {"base", "choice", "native"}), (loaders, files)):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ktmoe.adapters.patterns import Patterns, endings
 from ktmoe.errors import CheckpointError, FormatError
-from ktmoe.loaders.safetensors_file import read_json_object
+from ktmoe.loaders import unchanged
+from ktmoe.loaders.safetensors_file import read_json
 from ktmoe.messages import show
 
 CONFIG_NAME = "adapter_config.json"
@@ -82,7 +83,7 @@ class AdapterConfig:
 
     def __init__(self, folder: Path):
         self.path = folder / CONFIG_NAME
-        self._values = read_json_object(self.path)
+        self._values, self._status = read_json(self.path)
         if (kind := self._values.get("peft_type")) != "LORA":
             raise FormatError(f"{self.path}: peft_type: expected 'LORA', found {show(kind)}")
         for key, usual in _REFUSED.items():
@@ -138,6 +139,10 @@ class AdapterConfig:
         if type(found) not in (int, float) or not 0 <= found < 1e300:
             raise self._wrong(key, "a number of 0 or more", found)
         return float(found)
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError unless the folder still has the file that was read: a new adapter's tensors have a new one."""
+        unchanged.check(self.path, self._status, unchanged.look(self.path))
 
     def _wrong(self, label: str, expected: str, found: object) -> CheckpointError:
         return CheckpointError(f"{self.path}: {label}: expected {expected}, found {show(found)}")

@@ -32,8 +32,8 @@ def import_adapter(folder: str | os.PathLike[str], model: Model, *, experts_only
     is in two blocks, each has half of the rank, else all of A and its own rows of B. A projection whose B is 0 beside another's
     that is not is left out. A pair of a smaller rank than another of its layer is filled up with zeros. If its alpha / rank
     differs by a power of two, its B is multiplied by that.
-    Raises CheckpointError for files that are malformed or do not fit each other, FormatError for an adapter that is not of
-    experts alone or that a Lora cannot be, InputError for a model that does not serve, OutOfMemoryError.
+    Raises CheckpointError for files that are malformed, do not fit each other or change meanwhile, FormatError for an adapter
+    that is not of experts alone or that a Lora cannot be, InputError for a model that does not serve, OutOfMemoryError.
     """
     folder, places = Path(folder), Places(model)
     config = AdapterConfig(folder)
@@ -46,7 +46,9 @@ def import_adapter(folder: str | os.PathLike[str], model: Model, *, experts_only
         if not file.layers:
             raise FormatError(f"{file.path}: expected an adapter of routed experts, found none")
         with memory_for(f"{file.path}: the adapters of {len(file.layers)} layers"):
-            return {layer: _LayerAdapter(file, config, places, found).lora() for layer, found in sorted(file.layers.items())}
+            loras = {layer: _LayerAdapter(file, config, places, found).lora() for layer, found in sorted(file.layers.items())}
+    config.check_unchanged()
+    return loras
 
 
 class _LayerAdapter:

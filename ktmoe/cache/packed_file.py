@@ -168,6 +168,9 @@ def open_packed(folder: Path, entry: PackedFile, weights: WeightSpec, stated: Ma
             arenas = core.ArenaFile(str(path), descriptor, offsets)
             if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 raise CacheError(f"{path}: expected one file, found another one in its place")
+            file.check()  # from here on, the arenas see what changes
+        except CheckpointError as error:
+            raise CacheError(str(error)) from None
         finally:
             file.close()
     except OSError as error:

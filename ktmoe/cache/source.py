@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktmoe.errors import CacheError, CheckpointError, MissingTensorError
+from ktmoe.loaders import unchanged
 from ktmoe.loaders.checkpoint import INDEX_NAME, MISTRAL_INDEX_NAME, Checkpoint
 from ktmoe.loaders.tensor_file import fill, open_regular
 from ktmoe.messages import show
@@ -101,9 +102,9 @@ def _is_there(file: Path) -> bool:
 
 
 def _look_at(path: Path, digested: int | None, timed: bool) -> SourceFile:
-    descriptor, nbytes = open_regular(path)
+    descriptor, status = open_regular(path)
+    nbytes = status.nbytes
     try:
-        changed = os.fstat(descriptor).st_mtime_ns  # before it is read: what is written meanwhile has a later time
         of_all, digested = hashlib.sha256(), nbytes if digested is None else digested
         samples = list(_samples(digested, nbytes))
         with suppress(OSError, AttributeError):  # a hint; without it, a disk would be asked for one after another
@@ -112,11 +113,12 @@ def _look_at(path: Path, digested: int | None, timed: bool) -> SourceFile:
         for start, count in (*_pieces(0, min(digested, nbytes)), *samples):
             data = bytearray(count)
             of_all.update(memoryview(data)[: fill(descriptor, data, start, str(path))])
+        unchanged.check(path, status, unchanged.look(path, descriptor))
     except OSError as error:
         raise CheckpointError(f"{path}: expected a readable file, found {error.strerror}") from error
     finally:
         os.close(descriptor)
-    return SourceFile(path.name, nbytes, changed if timed else None, digested, of_all.hexdigest())
+    return SourceFile(path.name, nbytes, status.changed if timed else None, digested, of_all.hexdigest())
 
 
 def _samples(start: int, stop: int) -> Iterator[tuple[int, int]]:

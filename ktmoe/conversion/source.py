@@ -11,6 +11,7 @@ from typing import BinaryIO
 from ktmoe.conversion.beside import Beside, located, places
 from ktmoe.errors import CheckpointError, FormatError, KtmoeError
 from ktmoe.files.inside import Inside
+from ktmoe.loaders import unchanged
 from ktmoe.loaders.checkpoint import INDEX_NAME, MISTRAL_INDEX_NAME, Checkpoint
 from ktmoe.loaders.safetensors_file import DTYPE_BITS, TensorInfo
 from ktmoe.messages import show
@@ -55,7 +56,7 @@ class Source:
             others = (*self.others, *self.quantized, *configs[:1])
             files = weights | {name: self.folder / name for name in others}
             self.files: dict[str, Path] = dict(sorted(files.items()))
-            self._found = {name: _status(path) for name, path in self.files.items()}
+            self._found = {name: unchanged.look(path) for name, path in self.files.items()}
         except BaseException:
             self.close()
             raise
@@ -63,30 +64,24 @@ class Source:
     @property
     def identity(self) -> dict[str, list[int]]:
         """Size and time of change of each file: what whoever goes on after an interruption must find again."""
-        return {name: [size, changed] for name, (size, changed, _) in self._found.items()}
+        return {name: [found.nbytes, found.changed] for name, found in self._found.items()}
 
     def check(self) -> None:
         """Raise CheckpointError if a file is not any more what it was at the beginning: another size, time or file."""
         for name, path in self.files.items():
-            self._compare(name, _status(path))
+            unchanged.check(path, self._found[name], unchanged.look(path))
 
     @contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
         """Open a file of `others` or `quantized`. Raises CheckpointError if it is another one than at the beginning."""
         try:
             with open(self._where[name].open(), "rb", buffering=0) as file:
-                self._compare(name, _of(os.fstat(file.fileno())))
+                unchanged.check(self.files[name], self._found[name], unchanged.of(os.fstat(file.fileno())))
                 yield file
         except KtmoeError:
             raise
         except OSError as error:
             raise CheckpointError(f"{self.files[name]}: expected a readable file, found {error.strerror}") from error
-
-    def _compare(self, name: str, found: tuple[int, int, int]) -> None:
-        if found != self._found[name]:
-            what = "size", "time of change", "inode"
-            (label, was, now) = next(each for each in zip(what, self._found[name], found, strict=True) if each[1] != each[2])
-            raise CheckpointError(f"{self.files[name]}: changed while it was read: {label}: expected {was}, found {now}")
 
     def close(self) -> None:
         self.checkpoint.close()
@@ -102,14 +97,3 @@ def _configs(folder: Path) -> dict[str, Inside]:
     """The places of the configs that count for a file of that folder, by name."""
     found = {name: located(folder / name, places(folder)) for name in CONFIG_NAMES}
     return {name: place for name, place in found.items() if place}
-
-
-def _status(path: Path) -> tuple[int, int, int]:
-    try:
-        return _of(os.stat(path))
-    except OSError as error:
-        raise CheckpointError(f"{path}: expected the file that was read, found {error.strerror}") from error
-
-
-def _of(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_size, status.st_mtime_ns, status.st_ino

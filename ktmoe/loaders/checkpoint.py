@@ -10,17 +10,19 @@ import operator
 import os
 import threading
 from collections.abc import KeysView
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from ktmoe import forks
 from ktmoe.errors import CheckpointError, ClosedError, InputError, MissingTensorError
-from ktmoe.loaders import gguf_model
+from ktmoe.loaders import gguf_model, unchanged
 from ktmoe.loaders.gguf_file import GgufFile
 from ktmoe.loaders.safetensors_file import SafetensorsFile, read_json_object
 from ktmoe.loaders.staging import Staging
 from ktmoe.loaders.tensor_file import TensorFile, TensorInfo, new_bytes
+from ktmoe.loaders.unchanged import FileStatus
 from ktmoe.messages import show
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -47,6 +49,8 @@ class Checkpoint:
 
     With an index, a file is opened and its header checked when one of its tensors is first asked for, so a partial download
     serves what it has. One descriptor is kept per opened file until close() or garbage collection.
+    A file that is written while it is open, and one that is replaced before it is opened, is refused. One that is replaced or
+    removed later is read as it was.
     Reads may come from several threads, and from a forked child. Raises CheckpointError, which names the file or the tensor.
     """
 
@@ -61,6 +65,7 @@ class Checkpoint:
         self._index_name = INDEX_NAME
         self._open_files: dict[str, TensorFile] = {}
         self._file_of: dict[str, str] = {}
+        self._there: dict[str, FileStatus] = {}  # of files that an index names, when it was read
         forks.watch(self)
         try:
             self._open()
@@ -158,6 +163,8 @@ class Checkpoint:
         else:
             raise CheckpointError(f"{self.path}: expected {_EXPECTED}, found {_why_absent(self.path)}")
         for name, file in files.items():
+            if len(files) > 1:  # opened one after the other: they belong together if all of them are there now
+                unchanged.check(file.path, file.status, unchanged.look(file.path))
             for tensor in file.tensors:
                 other = self._file_of.setdefault(tensor, name)
                 if other != name:
@@ -171,6 +178,7 @@ class Checkpoint:
         index = next((name for name in (INDEX_NAME, MISTRAL_INDEX_NAME) if _is_there(folder / name)), None)
         if index:
             self._index_name, self._file_of = index, parse_index(folder / index)
+            self._there = _statuses(folder, set(self._file_of.values()))
         elif names := _list_files(folder, ".safetensors"):
             for name in names:
                 self._open_files[name] = SafetensorsFile(folder / name)
@@ -217,11 +225,17 @@ class Checkpoint:
         if not os.path.exists(path):
             raise MissingTensorError(f"{path}: expected by {self._index_name} for tensor {show(wanted)}, found no such file")
         file = SafetensorsFile(path)
-        for tensor in file.tensors:
-            owner = self._file_of.get(tensor, file_name)  # a tensor that the index leaves out is not the checkpoint's
-            if owner != file_name:
-                file.close()
-                raise CheckpointError(f"{path}: tensor {show(tensor)}: expected in {owner} by {self._index_name}, found here")
+        try:
+            was = self._there.get(file_name, file.status)
+            unchanged.check(path, was._replace(inode=file.status.inode), file.status)  # some remote disks number files anew
+            for tensor in file.tensors:
+                owner = self._file_of.get(tensor, file_name)  # a tensor that the index leaves out is not the checkpoint's
+                if owner != file_name:
+                    found = f"expected in {owner} by {self._index_name}, found here"
+                    raise CheckpointError(f"{path}: tensor {show(tensor)}: {found}")
+        except BaseException:
+            file.close()
+            raise
         return file
 
 
@@ -234,6 +248,16 @@ def _is_there(path: Path) -> bool:
     except OSError as error:
         raise CheckpointError(f"{path}: expected a readable file, found {error.strerror}") from error
     return True
+
+
+def _statuses(folder: Path, names: set[str]) -> dict[str, FileStatus]:
+    """Those of files of these names that are there. What cannot be looked at is refused when it is opened."""
+    found: dict[str, FileStatus] = {}
+    with suppress(OSError):
+        for name in names.intersection(os.listdir(folder)):  # a hostile index names many files
+            with suppress(OSError):
+                found[name] = unchanged.of(os.stat(folder / name))
+    return found
 
 
 def _why_absent(path: Path) -> str:

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from ktmoe.errors import CheckpointError, memory_for
+from ktmoe.loaders import unchanged
 from ktmoe.loaders.gguf_header import Entry, GgufHeader
 from ktmoe.loaders.tensor_file import TensorFile, TensorInfo, open_regular
 from ktmoe.messages import show
@@ -44,12 +45,14 @@ def read_metadata(path: Path) -> dict[str, object]:
     KEPT_ITEMS. Wrong UTF-8 in a value is replaced. Arrays in arrays are left out. The file's tensors are not looked at.
     Raises CheckpointError.
     """
-    fd, size = open_regular(path)
+    fd, status = open_regular(path)
     try:
         with memory_for(f"{path}: a GGUF header"):
-            header = GgufHeader(path, fd, size, whole=True)
+            header = GgufHeader(path, fd, status.nbytes, whole=True)
             _, key_count = header.counts()
-            return header.metadata(key_count)
+            found = header.metadata(key_count)
+            unchanged.check(path, status, unchanged.look(path, fd))
+            return found
     finally:
         os.close(fd)
 

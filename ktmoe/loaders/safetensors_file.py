@@ -11,7 +11,9 @@ import os
 from pathlib import Path
 
 from ktmoe.errors import CheckpointError, memory_for
+from ktmoe.loaders import unchanged
 from ktmoe.loaders.tensor_file import TensorFile, TensorInfo, fill, open_regular
+from ktmoe.loaders.unchanged import FileStatus
 from ktmoe.messages import show
 
 #: Bits of one element, by the dtype names of a safetensors header.
@@ -48,18 +50,25 @@ class SafetensorsFile(TensorFile):
 
 
 def read_json_object(path: Path) -> dict:
-    """A file's JSON object, in which no object has a key twice.
+    """A file's JSON object. Raises what read_json() raises."""
+    return read_json(path)[0]
 
-    Raises CheckpointError for more than one of the limits above, OutOfMemoryError.
+
+def read_json(path: Path) -> tuple[dict, FileStatus]:
+    """A file's JSON object, in which no object has a key twice, and the file's status when it was read.
+
+    Raises CheckpointError for more than one of the limits above and for a file that changes meanwhile, OutOfMemoryError.
     """
-    fd, size = open_regular(path)
+    fd, status = open_regular(path)
+    size = status.nbytes
     try:
         if size > JSON_LIMIT_BYTES:
             raise CheckpointError(f"{path}: expected at most {JSON_LIMIT_BYTES} bytes of JSON, found {size}")
         with memory_for(f"{path}: {size} bytes of JSON"):
             text = bytearray(size)
             del text[fill(fd, text, 0, str(path)) :]
-            return _parse_object(text, path)
+            unchanged.check(path, status, unchanged.look(path, fd))
+            return _parse_object(text, path), status
     finally:
         os.close(fd)
 

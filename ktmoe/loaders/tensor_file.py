@@ -1,6 +1,7 @@
 """TensorFile: an open file of tensors whose header has been checked; what it does with their bytes, whatever the header is.
 
-Bytes are read with pread and never mapped, so a file that shrinks while it is read raises CheckpointError.
+Bytes are read with pread and never mapped, so a file that shrinks while it is read raises CheckpointError. After each read, one
+fstat says whether the file is as it was before its header was read: no tensor has bytes of another state of its file.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import numpy as np
 
 from ktmoe import forks
 from ktmoe.errors import CheckpointError, ClosedError, memory_for
+from ktmoe.loaders import unchanged
 from ktmoe.loaders.direct_io import DirectFile
 from ktmoe.loaders.staging import Staging
+from ktmoe.loaders.unchanged import FileStatus
 from ktmoe.messages import show
 
 #: How a file begins that stands in the place of one that git-lfs has not fetched (git-lfs, docs/spec.md).
@@ -47,7 +50,8 @@ class TensorInfo:
 class TensorFile(ABC):
     """An open file whose header has been checked; its descriptor closes when the last reader is done.
 
-    tensors: TensorInfo by name. Raises CheckpointError, which names the file, the tensor, the expected and the found.
+    tensors: TensorInfo by name. status: the file's, before its header was read.
+    Raises CheckpointError, which names the file, the tensor, the expected and the found.
     """
 
     def __init__(self, path: Path):
@@ -57,10 +61,11 @@ class TensorFile(ABC):
         self._fd = -1
         self._direct = None
         forks.watch(self)
-        self._fd, size = open_regular(path)
+        self._fd, self.status = open_regular(path)
         self._direct = DirectFile(self._fd)
         try:
-            self.tensors = self._read_header(self._fd, size)
+            self.tensors = self._read_header(self._fd, self.status.nbytes)
+            self.check()
         except BaseException:
             self.close()
             raise
@@ -79,14 +84,14 @@ class TensorFile(ABC):
     def read_into(self, out: np.ndarray, info: TensorInfo, *, start: int = 0, release: bool = False) -> None:
         """Fill `out`, C-contiguous uint8, with a tensor's bytes from `start` on; then release their pages if asked to.
 
-        start + out.nbytes: at most info.nbytes.
+        start + out.nbytes: at most info.nbytes. Raises CheckpointError if the file has changed since it was opened.
         """
         stop = start + out.nbytes
         with self._descriptor() as fd:
             found = fill(fd, out, info.offset + start, f"{self.path}: tensor {show(info.name)}")
             if release:
                 _drop_pages(fd, info, start, stop)
-        self._expect(info, start, out.nbytes, found)
+            self._expect(fd, info, start, out.nbytes, found)
 
     def take(self, info: TensorInfo, start: int, stop: int, staging: Staging) -> np.ndarray:
         """A tensor's bytes [start, stop) in memory of `staging`, uint8, of which none stay in the page cache."""
@@ -95,12 +100,17 @@ class TensorFile(ABC):
                 data = self._direct.read(info.offset + start, stop - start, staging)
             if data is not None:
                 _drop_pages(fd, info, start, stop)  # looking whether it is there may have brought a page
+                self._expect(fd, info, start, stop - start, len(data))
         if data is None:
             with memory_for(f"{self.path}: tensor {show(info.name)}"):
                 data = staging.take(stop - start)
             self.read_into(data, info, start=start, release=True)
-        self._expect(info, start, stop - start, len(data))
         return data
+
+    def check(self) -> None:
+        """Raise CheckpointError if the file has changed since it was opened. That its name is another's by now is no change."""
+        with self._descriptor() as fd:
+            unchanged.check(self.path, self.status, unchanged.look(self.path, fd))
 
     def release(self, info: TensorInfo, start: int, stop: int) -> None:
         """Let the kernel drop the pages of a tensor's bytes [start, stop) from its file cache; only ever a hint."""
@@ -114,12 +124,14 @@ class TensorFile(ABC):
             if not self._readers:
                 self._close()
 
-    def _expect(self, info: TensorInfo, start: int, expected: int, found: int) -> None:
+    def _expect(self, fd: int, info: TensorInfo, start: int, expected: int, found: int) -> None:
+        """Raise CheckpointError unless so many bytes were found, in a file that has not changed."""
         if found < expected:
             raise CheckpointError(
                 f"{self.path}: truncated: tensor {show(info.name)}: expected {expected} bytes at {info.offset + start}, "
                 f"found {found}"
             )
+        unchanged.check(self.path, self.status, unchanged.look(self.path, fd))
 
     @contextmanager
     def _descriptor(self) -> Iterator[int]:
@@ -155,8 +167,8 @@ def new_bytes(count: int, what: str) -> np.ndarray:
         return np.empty(count, np.uint8)
 
 
-def open_regular(path: Path) -> tuple[int, int]:
-    """Descriptor and size of a regular file; a symlink to one is normal (the Hugging Face cache is made of them)."""
+def open_regular(path: Path) -> tuple[int, FileStatus]:
+    """Descriptor and status of a regular file; a symlink to one is normal (the Hugging Face cache is made of them)."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # nonblocking: a FIFO in the file's place must not hang
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL or a lone surrogate
@@ -173,7 +185,7 @@ def open_regular(path: Path) -> tuple[int, int]:
     except BaseException:
         os.close(fd)
         raise
-    return fd, status.st_size
+    return fd, unchanged.of(status)
 
 
 def _refuse_pointer(path: Path, fd: int) -> None:
