@@ -65,9 +65,18 @@ def look() -> dict[str, int]:
         "live": heap.live + heap.hblkhd,
         "private": sum(1024 * int(line.split()[1]) for line in pages if line.startswith("Private")),
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
+        "threads": _threads(),
         "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
     }
+
+
+def _threads() -> int:
+    """The fewest in some milliseconds: a thread ends a little after it was joined."""
+    fewest = len(os.listdir("/proc/self/task"))
+    for _ in range(20):
+        time.sleep(1e-3)
+        fewest = min(fewest, len(os.listdir("/proc/self/task")))
+    return fewest
 
 
 def load_layers():
