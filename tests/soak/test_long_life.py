@@ -60,6 +60,7 @@ def test_nothing_is_left(repeat, tmp_path):
             assert growth(looks, what) == 0, (kind, what, looks)
         if apart >= 10:
             assert growth(looks, "live") < NOISE.get(kind, 1500) + apart / 2, (kind, looks)
+        if life["done"] >= COUNTS[kind] / 2:  # before, malloc's own places still settle
             assert growth(looks, "private") * len(looks) < 0.01 * looks[0]["private"], (kind, looks)
 
 
