@@ -179,10 +179,12 @@ class Run:
         return wrong + [" ".join(tests) for tests in sorted(slow) if self.copies[0].test(list(tests))[0] != "passed"]
 
 
-def read_results(file: Path) -> dict[tuple, Mutant]:
-    """The mutants of a results file, by their identities."""
-    rows = tomllib.loads(file.read_text())["mutants"] if file.exists() else []
-    return {mutant.identity: mutant for mutant in (Mutant(**row) for row in rows)}
+def read_results(root: Path, tests: Tests) -> dict[tuple, Mutant]:
+    """The mutants that are saved, by their identities: those whose line is still there, in a file that still has tests."""
+    rows = tomllib.loads((root / RESULTS).read_text())["mutants"] if (root / RESULTS).exists() else []
+    texts = {name: " ".join((root / name).read_text().split()) for name in {row["file"] for row in rows} & set(files(root))}
+    there = [row for row in rows if tests.of(row["file"]) and row["before"] in texts.get(row["file"], "")]
+    return {mutant.identity: mutant for mutant in (Mutant(**row) for row in there)}
 
 
 def results(run: Run) -> dict:
@@ -204,9 +206,10 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS}")
     parser.add_argument("--resume", action="store_true", help=f"keep {RESULTS}; try again what was alive")
     options = parser.parse_args(arguments)
-    known = read_results(root / RESULTS)
+    tests = Tests.read(root / MAP)
+    known = read_results(root, tests)
     reasons = {identity: mutant.reason for identity, mutant in known.items() if mutant.reason}
-    run = Run(root, Tests.read(root / MAP), options.seed, reasons)
+    run = Run(root, tests, options.seed, reasons)
     if options.resume:
         run.known = known
     run.saved = root / RESULTS if options.save else None
