@@ -100,11 +100,12 @@ def test_each_projection_has_an_element_of_its_own(backend, which):
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("byte", [1, 2, 126, 128, 252, 253, 254])
-@pytest.mark.parametrize("values", ["NF4-like", "with a denormal", "zeros"])
+@pytest.mark.parametrize("values", ["NF4-like", "with a denormal", "with the largest denormal", "zeros"])
 def test_no_scale_byte_is_folded_that_would_not_be_exact(backend, values, byte):
     """Where the largest value is below 2, the range of bytes ends with what the subtraction allows, not with bfloat16's."""
     rng = np.random.default_rng(byte)
-    special = {"with a denormal": (*VALUES["NF4-like"][:14], 2.0**-130, 0.0), "zeros": (0.0,) * 16}
+    denormals = {"with a denormal": 2.0**-130, "with the largest denormal": 2.0**-126 - 2.0**-133}
+    special = {name: (*VALUES["NF4-like"][:14], least, 0.0) for name, least in denormals.items()} | {"zeros": (0.0,) * 16}
     element = Element(values, "q4", special.get(values) or VALUES[values])
     experts = random_experts(rng, 1, 64, 64, scales=(byte, byte), down_scales=(119, 124))
     experts = with_elements(experts, gate=element, up=element)
