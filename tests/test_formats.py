@@ -118,7 +118,7 @@ def test_no_scale_byte_is_folded_that_would_not_be_exact(backend, values, byte):
 
 @pytest.mark.parametrize(("least", "folded"), [(2.0**-126, True), (2.0**-127, False)], ids=["normal", "denormal"])
 def test_no_denormal_value_is_folded(backend, least, folded):
-    """Its bits have no exponent to which to add the scale's. Results cannot tell: in the bound, a denormal number may count as 0."""
+    """Its bits have no exponent to which to add the scale's. Results cannot tell: the bound lets denormals be 0."""
     element = Element("small", "q4", (*(least * m for m in range(-7, 8)), 0.0))
     experts = random_experts(np.random.default_rng(5), 1, 64, 64, scales=(200, 253), down_scales=(119, 124))
     experts = with_elements(experts, gate=element, up=element)

@@ -229,7 +229,7 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
             run.stopped = True
             pool.shutdown(wait=False, cancel_futures=True)
             for copy in copies:
-                copy.stop()
+                copy.end()
             pool.shutdown()
     saved = results(run)
     print(", ".join(f"{saved[name]} {name.replace('_', ' ')}" for name in ("drawn", *FOUND, EXPLAINED, ALIVE, "drawn_again")))
@@ -238,6 +238,14 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     return 1 if wrong or saved[ALIVE] else 0
 
 
+def interrupt(*_) -> None:
+    """Raise KeyboardInterrupt, once: make passes on what all of a group get, and a second one would end the cleaning."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
     sys.exit(main(sys.argv[1:]))
