@@ -1,7 +1,9 @@
 """KTMoEWrapper on numpy arrays: its results, arguments, weights and masks."""
 
 import inspect
+import sys
 import threading
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, REVERSED, TOP_K, WRITERS,
 
 import ktmoe
 from ktmoe import GatedActivation, MoELayer, load_experts
-from ktmoe.compat import inference, methods
+from ktmoe.compat import inference, methods, provided
 from ktmoe.compat.kt_kernel import KTMoEWrapper
 from ktmoe.errors import InputError, UnavailableError
 from ktmoe.machine import numa
@@ -288,3 +290,13 @@ def test_on_numa_nodes(checkpoint, fake_nodes, shards, wanted, expected):
         assert layer.placement.nodes == expected
         x, ids, scores = batch(1, 9)
         assert_right(layer, load_experts(folder, 0), x, ids, scores, w.forward(x, ids, scores))
+
+
+def test_the_name_kt_kernel(monkeypatch):
+    """It is ktmoe's, also where kt-kernel is imported already. Names that only begin so stay."""
+    others = {name: module for name, module in sys.modules.items() if name.partition(".")[0] != "kt_kernel"}
+    others["kt_kernel_ext"] = ModuleType("kt_kernel_ext")
+    imported = {name: ModuleType(name) for name in ("kt_kernel", "kt_kernel.utils", "kt_kernel.utils.amx")}
+    monkeypatch.setattr(sys, "modules", others | imported)
+    provided.provide()
+    assert sys.modules == others | provided.MODULES

@@ -12,6 +12,7 @@ import ktmoe
 from ktmoe import cli
 from ktmoe.conversion import convert
 from ktmoe.conversion.stated import MIXED
+from ktmoe.conversion.storage import storage
 from ktmoe.errors import FormatError, InputError, KtmoeError, MissingTensorError, UnavailableError
 from ktmoe.loaders.base import explain
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -171,6 +172,21 @@ def test_a_rest_that_is_quantized(tmp_path):
     assert (tmp_path / "out" / "hf_quant_config.json").read_text() == "{}"
     assert config(tmp_path / "out") == config(tmp_path / "source")
     check_layer(tmp_path / "source", tmp_path / "out", 1, Quantizer("mxfp4"))
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "expected"),
+    [
+        ("int8", {}, {"num_bits": 8, "strategy": "channel"}),
+        ("int4", {}, {"num_bits": 4, "strategy": "group", "group_size": 32}),
+        ("fp8", {"group": "row"}, {"num_bits": 8, "strategy": "channel"}),
+        ("fp8", {"group": "matrix"}, {"num_bits": 8, "strategy": "tensor"}),
+    ],
+)
+def test_what_compressed_tensors_is_told_of_weights(target, options, expected):
+    """ktmoe tells it from the tensors; others do not."""
+    weights = storage(Quantizer(target, **options).format).weights
+    assert {name: weights[name] for name in ("num_bits", "strategy", "group_size") if name in weights} == expected
 
 
 def test_a_rest_of_compressed_tensors(tmp_path):

@@ -6,10 +6,12 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import ALL_FORMATS, DEEPSEEK, TURNED, assert_right, integers, random_batch, random_experts
+from helpers import ALL_FORMATS, DEEPSEEK, TURNED, assert_right, folds, integers, random_batch, random_experts
 
 from ktmoe import BF16, MXFP4, ExpertWeights, Matrix, MoELayer, Scale, WeightFormat, backends, int4
+from ktmoe._native import core
 from ktmoe.errors import FormatError
+from ktmoe.experts import PROJECTIONS
 from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, E5M2, FP16, FP32, INT4, INT8, INT8_PLUS_128, UINT4, Element
 from ktmoe.weights.formats import FP8_PER_MATRIX, FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, int8, nvfp4, uint4
 from ktmoe.weights.order import AWQ, GPTQ, TRANSPOSED, Order
@@ -112,6 +114,18 @@ def test_no_scale_byte_is_folded_that_would_not_be_exact(backend, values, byte):
     x *= np.float32(2.0 ** np.clip(127 - byte, -100, 100))
     with MoELayer(experts, backend) as layer:
         assert_right(layer, experts, x, ids, weights)
+
+
+@pytest.mark.parametrize(("least", "folded"), [(2.0**-126, True), (2.0**-127, False)], ids=["normal", "denormal"])
+def test_no_denormal_value_is_folded(backend, least, folded):
+    """Its bits have no exponent to which to add the scale's. Results cannot tell: the bound lets denormals be 0."""
+    element = Element("small", "q4", (*(least * m for m in range(-7, 8)), 0.0))
+    experts = random_experts(np.random.default_rng(5), 1, 64, 64, scales=(200, 253), down_scales=(119, 124))
+    experts = with_elements(experts, gate=element, up=element)
+    batch = random_batch(np.random.default_rng(6), experts, 3, 1, np.float32)
+    with MoELayer(experts, backend) as layer:
+        assert core.folded(layer.packed) == {(0, p): folds(layer) and (folded or p == "down") for p in PROJECTIONS}
+        assert_right(layer, experts, *batch)
 
 
 # What is refused

@@ -5,6 +5,7 @@ import ctypes
 
 import numpy as np
 import pytest
+import trained
 from environments import COMPILER, NEEDS_COMPILER, run
 from exact import forward, visible_layer, weights_of
 from helpers import BF16, WEIGHTS, assert_right, random_batch, random_experts, same_bits
@@ -18,6 +19,8 @@ pytestmark = NEEDS_COMPILER
 CAPSULE = b"ktmoe.isa"  # a capsule keeps the pointer
 #: The first kernel of q4_f32 for UE8M0 scales, once more, with rows that cut x and h to 2 bits after the leading one.
 ROUNDING = """
+#include <string.h>
+
 #include "ktmoe.h"
 extern const kt_isa kt_isa_made_up;
 static void cut(const uint16_t *x, size_t first, size_t count, size_t k, void *row) {
@@ -28,10 +31,14 @@ static kt_rows rows;
 static kt_kernel own[2];
 static const kt_kernel *kernels[64];
 kt_isa kt_isa_cut;
+/* And what has no weights of float32. */
+static const kt_kernel *without_f32[64];
+kt_isa kt_isa_without_f32;
 __attribute__((constructor)) static void make(void) {
-    size_t n = 0;
+    size_t n = 0, without = 0;
     for (const kt_kernel *const *k = kt_isa_made_up.kernels; *k; k++) {
         kernels[n++] = *k;
+        if (strcmp((*k)->family, "f32")) without_f32[without++] = *k;
         for (const kt_kernel *one = *k; one->family && !own[0].family; one++)
             if (one->scale[0] == 'u' && one->family[0] == 'q') own[0] = *one;
     }
@@ -42,6 +49,8 @@ __attribute__((constructor)) static void make(void) {
     kernels[n] = own;
     kt_isa_cut = kt_isa_made_up;
     kt_isa_cut.kernels = kernels;
+    kt_isa_without_f32 = kt_isa_made_up;
+    kt_isa_without_f32.kernels = without_f32;
 }
 """
 
@@ -101,6 +110,20 @@ def test_its_kernels_have_the_bits_of_portables(backend, monkeypatch, weights):
     backends.register("made_up", portable, overwrite=True)
     with MoELayer(experts, backend) as layer:
         assert same_bits(y, layer.forward(*batch))
+
+
+def test_training_needs_the_product_of_its_own_weights_alone(library):
+    """A table without f32 computes gradients of b16."""
+    table = table_of(library, "kt_isa_without_f32")
+    assert {"b16", "f32"} & {family for family, *_ in core.kernels(table)} == {"b16"}
+    backends.register("no_f32", NativeBackend({"bf16": ("made_up",)}, lambda isa: table, rank=1))
+    try:
+        rng = np.random.default_rng(3)
+        experts = random_experts(rng, 2, 96, 64, **WEIGHTS["b16"])
+        with MoELayer(experts, "no_f32") as layer:
+            trained.assert_right(layer, experts, *trained.training_batch(rng, experts, 5))
+    finally:
+        backends.unregister("no_f32")
 
 
 @pytest.mark.parametrize("tokens", [1, 9])

@@ -147,7 +147,7 @@ def test_the_results_are_of_files_that_are_there(tool):
     assert saved["drawn"] == len(saved["mutants"]) > 0
     for row in saved["mutants"]:
         assert (ROOT / row["file"]).is_file()
-        assert row["outcome"] in (*tool.FOUND, tool.EXPLAINED, tool.ALIVE)
+        assert row["outcome"] in (*tool.FOUND, tool.EXPLAINED, tool.ALIVE), row
         assert (row["outcome"] == tool.EXPLAINED) == bool(row.get("reason")), row
 
 
@@ -189,9 +189,13 @@ def test_what_becomes_of_mistakes(tool, project, capsys, monkeypatch):
     assert (project / "ktmoe" / "a.py").read_text() == text
 
     saved["mutants"] = [row | {"outcome": "explained", "reason": "why", "by": ""} for row in saved["mutants"]]
-    (project / tool.RESULTS).write_text(tool.tomli_w.dumps(saved))
+    gone = explained | {"before": "return a + b", "after": "return a - b"}  # its line is no longer there
+    (project / tool.RESULTS).write_text(tool.tomli_w.dumps(saved | {"mutants": [*saved["mutants"], gone]}))
     monkeypatch.setattr(tool.Copy, "test", lambda *arguments: pytest.fail("what was done is not done again"))
-    assert tool.main(["--only", "ktmoe/a.py", "--count", "3", "--processes", "1", "--resume"], project) == 0
+    assert tool.main(["--only", "ktmoe/a.py", "--count", "3", "--processes", "1", "--resume", "--save"], project) == 0
+    assert tomllib.loads((project / tool.RESULTS).read_text())["mutants"] == [
+        {name: value for name, value in row.items() if value} for row in saved["mutants"]
+    ]
 
 
 def test_a_test_that_fails_anyway_finds_nothing(tool, project, capsys):

@@ -293,10 +293,26 @@ def test_bf16_rows_hold_the_same_numbers(table, weight_format, k):
         assert np.array_equal(row.view(np.uint32), bits.astype(np.uint32) << 16)
 
 
+@pytest.mark.parametrize("weight_format", [MXFP4, B16, SUPER_SCALED["fp16 minima"]], ids=["mxfp4", "b16", "fp16 minima"])
+def test_a_row_in_pieces_has_the_same_bytes(table, weight_format):
+    """h comes strip by strip: each has its place among the numbers and in what stands behind them."""
+    bits = np.random.default_rng(6).standard_normal(160).astype(BF16).view(np.uint16)
+    for mode in ("bf16", "int16", "int8"):
+        if not table.serves(weight_format, mode):
+            continue
+        for e2m1 in (False, True):
+            row = core.encode(table, weight_format, mode, bits, e2m1)
+            for together in (32, 64, 128):
+                assert np.array_equal(core.encode(table, weight_format, mode, bits, e2m1, together), row)
+
+
 def test_what_is_no_row(table):
     for mode, k in (("bf16", 31), ("int8", 31), ("int4", 32), ("", 32)):
         with pytest.raises(InputError, match=f"{table.name} has no rows of {k} for '{mode}'"):
             core.encode(table, MXFP4, mode, np.zeros(k, np.uint16))
+    if table.serves(MXFP4, "bf16"):
+        with pytest.raises(InputError, match=f"{table.name} has no rows of 64 for 'bf16'"):
+            core.encode(table, MXFP4, "bf16", np.zeros(64, np.uint16), False, 16)
 
 
 # Sums of x, which minima multiply

@@ -19,7 +19,9 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE, OBJECTS = "ktmoe/_native", "build/native"
@@ -52,7 +54,7 @@ def files(root: Path) -> list[str]:
 def objects(root: Path) -> list[str]:
     """The objects that make the module, below OBJECTS."""
     isa = runpy.run_path(str(root / NATIVE / "isa.py"))
-    found = ["python/python/core.o", "driver/kernels/isas.o"]
+    found = [f"python/{sysconfig.get_config_var('SOABI')}/python/core.o", "driver/kernels/isas.o"]
     found += [f"driver/{room}/{file.stem}.o" for room in isa["DRIVER"] for file in sorted((root / NATIVE / room).glob("*.c"))]
     known = [name for name in isa["ISAS"] if (root / OBJECTS / name / "kernels/table.o").exists()]
     return found + [f"{name}/kernels/{source}.o" for name in known for source in isa["sources"](name)]
@@ -62,7 +64,7 @@ class Copy:
     """A copy of a checkout. root: the checkout. folder: where the copy is made. native: whether it has what was built."""
 
     def __init__(self, root: Path, folder: Path, native: bool = True):
-        self.folder, self.objects, self.process = folder, [], None
+        self.folder, self.objects, self.process, self.ended = folder, [], None, False
         (folder / "tmp").mkdir(parents=True)  # what a killed test leaves
         for name in files(root):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -75,8 +77,8 @@ class Copy:
                     target = (folder / OBJECTS / name).with_suffix(ending)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(source, target)
-            shutil.copy2(root / MODULE, folder / MODULE)
-            shutil.copy2(root / MODULE, folder / "clean.so")
+            self.link(folder / "clean.so")  # not the module that was built: it tells whether these objects go together
+            self.replace(folder / "clean.so")
 
     def plant(self, name: str, text: str, everywhere: bool = False) -> bool:
         """Give a file a text, and build what is made of it. Returns whether all of it is. Raises NotCompiled."""
@@ -130,13 +132,17 @@ class Copy:
                 break
         if not changed:
             raise NotCompiled(f"{name} is compiled to the same machine code")
-        linker = [*shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC")), "-shared", "-pthread", "-Wl,-s"]
         linked = self.folder / "build" / "mutant" / "core.so"
-        parts = [changed.get(one, str(self.folder / OBJECTS / one)) for one in self.objects]
-        if self.run([*linker, *parts, "-o", str(linked)], SECONDS):
-            raise NotCompiled(f"the linker refuses {name}")
+        self.link(linked, changed)
         self.replace(linked)
         return everywhere or len(made) <= len(changed)
+
+    def link(self, module: Path, changed: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Make a module of all objects. changed: those that are elsewhere."""
+        linker = [*shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC")), "-shared", "-pthread", "-Wl,-s"]
+        parts = [changed.get(one, str(self.folder / OBJECTS / one)) for one in self.objects]
+        if self.run([*linker, *parts, "-o", str(module)], SECONDS):
+            raise NotCompiled("the linker refuses the objects")
 
     def run(self, command: list[str], seconds: float) -> int:
         """A command's exit status, as subprocess has it. What it printed is in the file printed."""
@@ -147,11 +153,18 @@ class Copy:
                 command, cwd=self.folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
         try:
+            if self.ended:
+                self.stop()
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             return -signal.SIGXCPU
         finally:
             self.stop()
+
+    def end(self) -> None:
+        """End what runs, and what may start after this."""
+        self.ended = True
+        self.stop()
 
     def stop(self) -> None:
         """End what runs, and what it started."""

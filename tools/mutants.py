@@ -179,10 +179,12 @@ class Run:
         return wrong + [" ".join(tests) for tests in sorted(slow) if self.copies[0].test(list(tests))[0] != "passed"]
 
 
-def read_results(file: Path) -> dict[tuple, Mutant]:
-    """The mutants of a results file, by their identities."""
-    rows = tomllib.loads(file.read_text())["mutants"] if file.exists() else []
-    return {mutant.identity: mutant for mutant in (Mutant(**row) for row in rows)}
+def read_results(root: Path, tests: Tests) -> dict[tuple, Mutant]:
+    """The mutants that are saved, by their identities: those whose line is still there, in a file that still has tests."""
+    rows = tomllib.loads((root / RESULTS).read_text())["mutants"] if (root / RESULTS).exists() else []
+    texts = {name: " ".join((root / name).read_text().split()) for name in {row["file"] for row in rows} & set(files(root))}
+    there = [row for row in rows if tests.of(row["file"]) and row["before"] in texts.get(row["file"], "")]
+    return {mutant.identity: mutant for mutant in (Mutant(**row) for row in there)}
 
 
 def results(run: Run) -> dict:
@@ -204,9 +206,10 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS}")
     parser.add_argument("--resume", action="store_true", help=f"keep {RESULTS}; try again what was alive")
     options = parser.parse_args(arguments)
-    known = read_results(root / RESULTS)
+    tests = Tests.read(root / MAP)
+    known = read_results(root, tests)
     reasons = {identity: mutant.reason for identity, mutant in known.items() if mutant.reason}
-    run = Run(root, Tests.read(root / MAP), options.seed, reasons)
+    run = Run(root, tests, options.seed, reasons)
     if options.resume:
         run.known = known
     run.saved = root / RESULTS if options.save else None
@@ -226,7 +229,7 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
             run.stopped = True
             pool.shutdown(wait=False, cancel_futures=True)
             for copy in copies:
-                copy.stop()
+                copy.end()
             pool.shutdown()
     saved = results(run)
     print(", ".join(f"{saved[name]} {name.replace('_', ' ')}" for name in ("drawn", *FOUND, EXPLAINED, ALIVE, "drawn_again")))
@@ -235,6 +238,14 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     return 1 if wrong or saved[ALIVE] else 0
 
 
+def interrupt(*_) -> None:
+    """Raise KeyboardInterrupt, once: make passes on what all of a group get, and a second one would end the cleaning."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
     sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ import numpy as np
 import processes
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import bits
 
 import ktmoe.transformers
@@ -87,6 +88,17 @@ def test_text(checkpoint, name, source):
     assert found[0][2] == found[1][2] == nbytes / 2
     assert found[0][3] == "RankError"
     assert found[1][3] != "RankError"
+
+
+def test_one_process_exchanges_with_itself(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        communicator, sent = GlooCommunicator(), np.arange(5, dtype=np.uint8)
+        (received,) = communicator.exchange([sent], [5])
+        np.testing.assert_array_equal(received, sent)
+        communicator.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_nothing_says_which_processes_there_are(monkeypatch):

@@ -16,21 +16,26 @@ def folds(KernelTable table not None, weight_format, str form, str rounding="exa
     return table._folding(weight_format, form, rounding, tuned_for)[1]
 
 
-def encode(KernelTable table not None, weight_format, str form, const uint16_t[::1] row, bint e2m1=False):
+def encode(KernelTable table not None, weight_format, str form, const uint16_t[::1] row, bint e2m1=False,
+           size_t together=0):
     """One row of bfloat16 bits [k], k a multiple of 32, as the kernel for any scale takes it: uint8 [bytes].
 
-    e2m1: as it takes rows whose blocks of 32 are E2M1 numbers times a power of two.
+    e2m1: as it takes rows whose blocks of 32 are E2M1 numbers times a power of two. together: how many k, a multiple of 32, are
+    encoded at a time, as h is strip by strip; 0: all.
     """
     cdef const kt_kernel *kernel = table.find(weight_format, form)
     cdef const kt_rows *rows = kernel.rows if kernel else NULL
-    if not rows or row.shape[0] % KT_BLOCK:
-        raise InputError(f"{table.name} has no rows of {row.shape[0]} for {form!r}")
+    cdef size_t first, k = row.shape[0]
+    if not rows or (k | together) % KT_BLOCK:
+        raise InputError(f"{table.name} has no rows of {k} for {form!r}")
     if not rows.encode:
         return np.asarray(row).view(np.uint8).copy()
-    encoded = np.empty(row.shape[0] // KT_BLOCK * rows.block_bytes, np.uint8)
+    encoded = np.empty(k // KT_BLOCK * rows.block_bytes, np.uint8)
     cdef uint8_t[::1] to = encoded
-    if row.shape[0]:
-        (rows.encode_e2m1 if e2m1 and rows.encode_e2m1 else rows.encode)(&row[0], 0, row.shape[0], row.shape[0], &to[0])
+    for first in range(0, k, together or k or 1):
+        (rows.encode_e2m1 if e2m1 and rows.encode_e2m1 else rows.encode)(
+            &row[first], first, min(together or k, k - first), k, &to[0]
+        )
     return encoded
 
 
