@@ -19,8 +19,8 @@ SIGNALS = {"SIGTERM": -15, "SIGINT": -2, "SIGHUP": -1, "SIGKILL": -9}
 ENDS = {"return": 0, "exit": 3, "at_once": 4, "raise": 1, "exit_in_a_thread": 0, "atexit": 0} | SIGNALS
 #: What stderr has, by the way to end; nothing for others. A second traceback, or what an interpreter ignored, is no part of it.
 SAID = {
-    "raise": r"Traceback \(most recent call last\):\n(  .*\n)+ZeroDivisionError: on purpose\n",
-    "SIGINT": r"Traceback \(most recent call last\):\n(  .*\n)+KeyboardInterrupt\n",
+    "raise": r"Traceback \(most recent call last\):\n(  .*\n|\n)+ZeroDivisionError: on purpose\n",
+    "SIGINT": r"Traceback \(most recent call last\):\n(  .*\n|\n)+KeyboardInterrupt\n",
     "atexit": "late\n",
 }
 ALL = [

@@ -85,7 +85,8 @@ def test_objects_of_python_that_are_refused(repeat, library, tmp_path_factory):
     """Whatever a call allocates, Python's own objects too.
 
     Only calls that need little else than Cython's code: CPython 3.11 and numpy 2.4 themselves do not survive it everywhere.
+    CPython dies where dict.items() gets no memory for its iterator, as in export.
     """
     with started(library, tmp_path_factory, PYTHONMALLOC="malloc") as child:
-        operations = ("forward", "export", "captured")
+        operations = ("forward", "captured")
         assert refuse(repeat, child, "Python's objects", operations, "ENOMEM", ("allocate",), ("python", "ktmoe"), ways=1)

@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import threading
+import traceback
 
 import pytest
 from changing import Crowd
@@ -33,7 +34,9 @@ def forked(calls, turns, seed):
     """Whether a child did all that, and was not wrong; it says on stderr what was."""
     child = os.fork()
     if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(f"a child ended with {ended}\n" * bool(ended), end="", file=sys.__stderr__, flush=True)
+        return ended == 0
     status = 1
     try:
         # not dump_traceback_later(), whose lock the parent's watchdog has
@@ -42,7 +45,10 @@ def forked(calls, turns, seed):
         signal.alarm(SECONDS)
         wrong = in_the_child(calls, turns, random.Random(seed))
         status = int(bool(wrong))
-        print(*wrong, sep="\n", file=sys.__stderr__, flush=True)
+        print(*wrong, sep="\n", end="", file=sys.__stderr__, flush=True)
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+        sys.__stderr__.flush()
     finally:
         os._exit(status)
 
