@@ -1,7 +1,8 @@
 """A long life: what is done ten thousand or a million times leaves nothing behind, and what waits uses no CPU.
 
 Memory is counted in two ways. What malloc gave and did not get back is exact: Python's own objects come from malloc, too, and
-no thread keeps freed memory in a cache, or in an arena of its own. Private pages are what the machine sees. What grows is the median of what is added
+no thread keeps freed memory in a cache, or in an arena of its own. Private pages are what the machine sees. What grows is the
+median of what is added
 from look to look: a table that was made larger once does not count, and what each cycle leaves does.
 """
 
