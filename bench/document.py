@@ -343,6 +343,6 @@ PAGES: dict[Path, Tables] = {
         "distributed forecast": forecast.table,
         "distributed assumptions": forecast.assumptions,
     },
-    RELIABILITY: {"soak": soak.table},
+    RELIABILITY: {"soak": soak.table, "terms": soak.terms},
     readme.PAGE: {"text": whole.first_table, "weights": readme.table},
 }

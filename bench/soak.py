@@ -12,6 +12,8 @@ from bench.results_file import Results, ResultsError, digits
 #: A file for each test. tests/repeating.py writes them.
 SAVED = runs.STORAGE / "soak"
 Row = tuple[str, ...]
+#: How rows begin whose largest numbers are parts of an error's bound, by term.
+TERMS = "error as a share of its bound: "
 
 
 def saved(folder: Path = SAVED) -> list[dict]:
@@ -23,11 +25,12 @@ def saved(folder: Path = SAVED) -> list[dict]:
 
 
 def published(tests: list[dict]) -> dict:
-    """A results file's `soak`. Rows of one name, as parametrised tests have them, are one. commit: of what ran last."""
+    """A results file's `soak`. Rows of one kind, which the name has before a colon, are one. commit: of what ran last."""
     last = max(tests, key=lambda test: test["date"])
     rows: dict[str, list[dict]] = {}
     for row in (row for test in tests for row in test["rows"]):
-        rows.setdefault(row["what"], []).append(row)
+        name = row["what"] if row["what"].startswith(TERMS) else row["what"].partition(": ")[0]
+        rows.setdefault(name, []).append(row)
     return {
         "date": datetime.date.fromisoformat(last["date"]),
         "commit": last["commit"],
@@ -44,6 +47,21 @@ def _row(what: str, rows: list[dict]) -> dict:
     return {"what": what, "done": done, "of": of, "seconds": digits(seconds), "most": most}
 
 
+def terms(found: list[Results]) -> tuple[Row, list[Row]]:
+    """The largest error of each backend over its bound, by term."""
+    rows = [
+        (row["what"].removeprefix(TERMS), row["most"], f"{row['done']:,}", results.label)
+        for results in found
+        for row in results.data.get("soak", {}).get("row", [])
+        if row["what"].startswith(TERMS)
+    ]
+    names = list(dict.fromkeys(name for _, most, *_ in rows for name in most))
+    cells = [
+        (backend, *(f"{most[name]:.2f}" if name in most else "-" for name in names), *rest) for backend, most, *rest in rows
+    ]
+    return ("backend", *names, "cases", "CPU"), cells
+
+
 def table(found: list[Results]) -> tuple[Row, list[Row]]:
     rows = [
         (
@@ -56,5 +74,6 @@ def table(found: list[Results]) -> tuple[Row, list[Row]]:
         )
         for results in found
         for row in results.data.get("soak", {}).get("row", [])
+        if not row["what"].startswith(TERMS)
     ]
     return ("what", "cases", "of", "minutes", "most", "CPU"), rows

@@ -59,8 +59,11 @@ def test_what_is_saved(tmp_path, monkeypatch, capfd):
     assert saved["test"].endswith("test_some.py::test_first")
     (row,) = saved["rows"]
     assert (row["what"], row["done"], row["of"], row["most"]) == ("numbers", 40, 40, {"largest": 39, "negated": 0})
-    section = bench.soak.published([saved, saved])
+    other = saved | {"rows": [row | {"what": "numbers: odd"}, row | {"what": f"{bench.soak.TERMS}avx2", "most": {"gate": 0.5}}]}
+    section = bench.soak.published([saved, other])
     check(section, "soak", SCHEMA["soak?"])
     cpu = {"name": "Made", "family": 1, "model": 2, "threads": 2}
-    _, rows = bench.soak.table([Results({"cpu": cpu, "soak": section}), Results({"cpu": cpu})])
+    results = [Results({"cpu": cpu, "soak": section}), Results({"cpu": cpu})]
+    _, rows = bench.soak.table(results)
     assert [line[:3] + line[4:] for line in rows] == [("numbers", "80", "80", "largest 39; negated 0", "Made 1-2")]
+    assert bench.soak.terms(results) == (("backend", "gate", "cases", "CPU"), [("avx2", "0.50", "40", "Made 1-2")])

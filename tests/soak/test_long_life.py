@@ -2,8 +2,7 @@
 
 Memory is counted in two ways. What malloc gave and did not get back is exact: Python's own objects come from malloc, too, and
 no thread keeps freed memory in a cache, or in an arena of its own. Private pages are what the machine sees. What grows is the
-median of what is added
-from look to look: a table that was made larger once does not count, and what each cycle leaves does.
+median of what is added from look to look: a table that was made larger once does not count, and what each cycle leaves does.
 """
 
 import itertools
