@@ -217,7 +217,7 @@ def test_changing(repeat, monkeypatch, tmp_path, what):
     reads = Reads(monkeypatch)
     folder = Folder(tmp_path, *LOADS[what], reads)
     before = descriptors()
-    for number in repeat(f"{what}, changing while it is read", 200, len(CHANGES)):
+    for number in repeat(f"changing while it is read: {what}", 200, len(CHANGES)):
         choose, (name, change) = random.Random(number), list(CHANGES.items())[number % len(CHANGES)]
         folder.restore()
         reads.begin(choose.randrange(folder.reads), lambda change=change, by=choose: change(folder.path, folder.new, by))

@@ -82,7 +82,7 @@ def test_a_folder_that_vanishes(repeat, model, tmp_path, write):
     calls, out = [], tmp_path / "out"
     write(model, out, lambda done, total: calls.append(done))
     whole, before = tree(out), descriptors()
-    for number in repeat(f"{write.__name__}: a folder that vanishes", 40, 2):
+    for number in repeat(f"folders that vanish while they are written: {write.__name__}", 40, 2):
         left = iter(range(random.Random(number).randrange(len(calls)), -1, -1))
         vanish = shutil.rmtree if number % 2 else lambda folder: folder.rename(tmp_path / "away")
         shutil.rmtree(out, ignore_errors=True)
