@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401  see below
+import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -18,6 +20,15 @@ class AfterFork(Protocol):
 #: a module that is being imported. It is taken before any other lock.
 importing = threading.RLock()
 _watched: weakref.WeakSet[AfterFork] = weakref.WeakSet()
+
+
+class cached_property(functools.cached_property):
+    """functools' without the lock that Python 3.11 has for all objects of a class: another thread may hold it at a fork, and
+    the child would wait for ever. What is computed by two threads at once is equal."""
+
+    def __init__(self, function):
+        super().__init__(function)
+        self.lock = contextlib.nullcontext()
 
 
 def watch(thing: AfterFork) -> None:

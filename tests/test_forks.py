@@ -296,3 +296,28 @@ def test_loading_layers_while_the_process_forks(tmp_path):
         stop.set()
         for thread in threads:
             thread.join()
+
+
+def test_a_value_that_another_thread_computes():
+    """functools' cached_property of Python 3.11 has a lock, and one for all objects of a class."""
+    entered, go = threading.Event(), threading.Event()
+
+    class Thing:
+        def __init__(self, waits):
+            self.waits = waits
+
+        @forks.cached_property
+        def value(self):
+            if self.waits:
+                entered.set()
+                go.wait()
+            return 1
+
+    thread = threading.Thread(target=lambda: Thing(True).value)
+    thread.start()
+    entered.wait()
+    try:
+        assert in_child(lambda: Thing(False).value, SECONDS) == 1
+    finally:
+        go.set()
+        thread.join()

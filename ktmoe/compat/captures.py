@@ -23,6 +23,7 @@ from ktmoe.compat.calls import Loaded
 from ktmoe.compat.cuda_runtime import Capturing, HostMemory, Runtime
 from ktmoe.compat.lock import FinalizerLock
 from ktmoe.errors import InputError, UnavailableError
+from ktmoe.forks import cached_property
 
 _ALIGNMENT = 256
 
@@ -59,7 +60,7 @@ class PinnedBuffers:
             setattr(self, name, array)
             setattr(self, f"{name}_owner", adopt(array))
 
-    @functools.cached_property
+    @cached_property
     def late(self) -> np.ndarray:
         """Memory for what deferred experts give, of numpy alone: it never leaves the host."""
         return np.empty(self._wide, np.uint16)

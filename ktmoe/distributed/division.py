@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from ktmoe.distributed.sums import sent
 from ktmoe.errors import InputError
+from ktmoe.forks import cached_property
 from ktmoe.messages import show
 
 #: Most virtual shards: a message says in 64 bits which of them a rank shall compute.

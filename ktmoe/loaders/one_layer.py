@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import KeysView
-from functools import cached_property
 
+from ktmoe.forks import cached_property
 from ktmoe.loaders import naming
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.tensor_file import TensorInfo

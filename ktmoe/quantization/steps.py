@@ -6,7 +6,6 @@ divided by (its step) and what its code is multiplied by need not be the same: s
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from ktmoe.errors import FormatError
+from ktmoe.forks import cached_property
 from ktmoe.weights.scales import Scale
 
 ONE = np.float32(1)
@@ -39,7 +39,7 @@ class Groups:
     kind: str
     name: str
 
-    @functools.cached_property
+    @cached_property
     def largest(self) -> np.ndarray:
         """M of each group."""
         return np.maximum(np.abs(self.low), np.abs(self.high))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 import numpy as np
 
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, checked_router_weight
+from ktmoe.forks import cached_property
 from ktmoe.reference.activation import activate
 from ktmoe.reference.derivative import derive
 from ktmoe.reference.errors import MAX_FLOAT32, after_rounding, gamma

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
 from ktmoe.errors import FormatError
+from ktmoe.forks import cached_property
 from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, FP16, FP32, INT4, INT8, INT8_PLUS_128, NUMBERS, UINT4, Element
 from ktmoe.weights.order import AWQ, GPTQ, ROWS, Components, Shapes, SourceOrder
 from ktmoe.weights.scales import Scale

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import base64
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
 from ktmoe.errors import FormatError
+from ktmoe.forks import cached_property
 
 #: Where the lowest bit of each code of an entry stands in its word, which has 16 bits, by how many codes it has.
 _SHIFTS = {8: (0, 2, 4, 6, 8, 10, 12, 14), 4: (0, 8, 4, 12)}

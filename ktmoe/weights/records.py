@@ -10,11 +10,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from ktmoe.errors import FormatError
+from ktmoe.forks import cached_property
 from ktmoe.weights.elements import NUMBERS
 from ktmoe.weights.order import Arrays, Components, Shapes, SourceOrder
 

@@ -57,7 +57,7 @@ def test_nothing_is_left(repeat, tmp_path):
         for what in ("live", "private"):
             repeat.most(f"bytes of {what} memory left by each", growth(looks, what) / apart)
         for what in ("descriptors", "threads", "mappings"):
-            assert growth(looks, what) == 0, (kind, what, looks)
+            assert growth(looks, what) < 1, (kind, what, looks)  # the number of threads is changed, too
         if apart >= 10:
             assert growth(looks, "live") < NOISE.get(kind, 1500) + apart / 2, (kind, looks)
         if life["done"] >= COUNTS[kind] / 2:  # before, malloc's own places still settle
