@@ -1,8 +1,8 @@
 """test_pythons.py [--smoke] [pytest's arguments]: builds and tests ktmoe on other CPythons, with a GIL and without.
 
 --smoke: a few modules of tests each, and no Python is compiled. Else the cases of `make test` run. Versions that are not there
-are had from Debian's archive, if it has them: built ones with a GIL, sources of those without. VERSIONS=3.13,3.14t in the environment names some. An interpreter that
-cannot be had is named, and is no failure.
+are had from Debian's archive, if it has them: built ones with a GIL, sources of those without. VERSIONS=3.13,3.14t in the
+environment names some. An interpreter that cannot be had is named, and is no failure.
 """
 
 import os
