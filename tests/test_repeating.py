@@ -50,13 +50,13 @@ def test_other():
 
 
 def test_what_is_saved(tmp_path, monkeypatch, capfd):
-    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "test_repeated.py").write_text(TESTS)
     monkeypatch.setattr(repeating, "SAVED", tmp_path / "saved")
     plugins = ["-p", "design", "-p", "repeating", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", os.devnull]
-    status = pytest.main(["-q", "--soak", "--hours=0.01", *plugins, str(tmp_path / "test_some.py")])
+    status = pytest.main(["-q", "--soak", "--hours=0.01", *plugins, str(tmp_path / "test_repeated.py")])
     assert status == pytest.ExitCode.OK, capfd.readouterr()
     (saved,) = bench.soak.saved(tmp_path / "saved")
-    assert saved["test"].endswith("test_some.py::test_first")
+    assert saved["test"].endswith("test_repeated.py::test_first")
     (row,) = saved["rows"]
     assert (row["what"], row["done"], row["of"], row["most"]) == ("numbers", 40, 40, {"largest": 39, "negated": 0})
     other = saved | {"rows": [row | {"what": "numbers: odd"}, row | {"what": f"{bench.soak.TERMS}avx2", "most": {"gate": 0.5}}]}

@@ -212,7 +212,12 @@ def folds(
     table: KernelTable, weight_format: WeightFormat, form: str, rounding: str = "exact", tuned_for: str = "decode"
 ) -> int: ...
 def encode(
-    table: KernelTable, weight_format: WeightFormat, form: str, row: NDArray[np.uint16], e2m1: bool = False
+    table: KernelTable,
+    weight_format: WeightFormat,
+    form: str,
+    row: NDArray[np.uint16],
+    e2m1: bool = False,
+    together: int = 0,
 ) -> NDArray[np.uint8]: ...
 def operand(
     table: KernelTable,

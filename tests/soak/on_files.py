@@ -228,7 +228,8 @@ def answer(operation: str, kinds: list[str], at: int, how: str = "fail", **more)
         except Exception as error:
             traceback.print_exception(error)
             faults.append(f"the next run: {type(error).__name__}: {error}")
-    if state == "new" and (how == "kill" or found["hit"] == "unlink"):  # and there is no next run of it
+    # who is killed, or may not unlink, leaves its lock; and there is no next run of what is done
+    if state == "new" and (how == "kill" or found["hit"] == "unlink" or more.get("lasting")):
         for name in left_over():
             (CASE / name).unlink()
     if tree(CASE) != one.whole:
