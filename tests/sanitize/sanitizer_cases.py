@@ -1,56 +1,35 @@
-"""Random calls of all native code, a case a number: python sanitizer_cases.py MODULE FIRST END [SUBJECT].
+"""Random calls of all native code, a case a number; run_cases.py runs them.
 
-MODULE: a copy of ktmoe._native.core that takes its place, or "-". Prints a line of JSON before and after each case: its number
-and what it is, then a digest of all results. A case comes from its number alone, so two modules that agree print the same.
-SUBJECT: of tests/ways.py. On this one a few small calls run before, the same ones each time.
+A case comes from its number alone, so two modules that agree print the same.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
-import sys
 import tempfile
 import warnings
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+import ggml_records
+import numpy as np
+import pytest
+import trained
+import ways
+from cached import arenas_of
+from helpers import ALL_FORMATS, BF16, DEEPSEEK, GPT_OSS, MIXED, WEIGHTS, random_batch, random_experts
+from linears import DENSE_FORMATS, random_matrix
+from simulated_training import Lora
+from topology import listed
 
-
-class Instead:
-    """Finds one module of another file."""
-
-    def __init__(self, name: str, file: str):
-        self.name, self.file = name, file
-
-    def find_spec(self, name, path=None, target=None):
-        return importlib.util.spec_from_file_location(name, self.file) if name == self.name else None
-
-
-if __name__ == "__main__" and sys.argv[1] != "-":
-    sys.meta_path.insert(0, Instead("ktmoe._native.core", sys.argv[1]))
-
-import ggml_records  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-import trained  # noqa: E402
-import ways  # noqa: E402
-from cached import arenas_of  # noqa: E402
-from helpers import ALL_FORMATS, BF16, DEEPSEEK, GPT_OSS, MIXED, WEIGHTS, random_batch, random_experts  # noqa: E402
-from linears import DENSE_FORMATS, random_matrix  # noqa: E402
-from simulated_training import Lora  # noqa: E402
-from topology import listed  # noqa: E402
-
-from ktmoe import SILU, Linear, LinearGroup, MoELayer, set_num_threads, two_stage  # noqa: E402
-from ktmoe._native import core  # noqa: E402
-from ktmoe.errors import FormatError, InputError, UnavailableError  # noqa: E402
-from ktmoe.experts import PROJECTIONS, ROUTER_WEIGHTS  # noqa: E402
-from ktmoe.machine import numa, topology  # noqa: E402
-from ktmoe.matrix import Matrix  # noqa: E402
-from ktmoe.quantization import RULES, Quantizer  # noqa: E402
+from ktmoe import SILU, Linear, LinearGroup, MoELayer, set_num_threads, two_stage
+from ktmoe._native import core
+from ktmoe.errors import FormatError, InputError, UnavailableError
+from ktmoe.experts import PROJECTIONS, ROUTER_WEIGHTS
+from ktmoe.machine import numa, topology
+from ktmoe.matrix import Matrix
+from ktmoe.quantization import RULES, Quantizer
 
 SIZES = 2, 31, 32, 34, 63, 64, 66, 100, 128, 130, 160, 200, 258
 TOKENS = 0, 1, 1, 2, 3, 4, 5, 6, 7, 12, 13, 16, 17, 31, 33, 40, 70
@@ -349,10 +328,3 @@ def main(first: int, end: int) -> None:
         for number in range(first, end):
             print(json.dumps({"begin": number, "kind": KINDS[number % len(KINDS)].__name__}), flush=True)
             print(json.dumps(run(number, Path(folder))), flush=True)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) > 4:
-        with tempfile.TemporaryDirectory() as own:
-            plain(sys.argv[4], Path(own))
-    main(int(sys.argv[2]), int(sys.argv[3]))

@@ -105,7 +105,7 @@ class Fault:
 
 
 def run_cases(module: Path | None, *arguments: object, seconds: float = 600) -> subprocess.CompletedProcess:
-    """sanitizer_cases.py in a new process, with a module or with the normal one."""
+    """run_cases.py in a new process, with a module or with the normal one."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"OMP_NUM_THREADS": "1"}
     if module:
@@ -114,7 +114,7 @@ def run_cases(module: Path | None, *arguments: object, seconds: float = 600) -> 
             for name in ("asan", "ubsan")
         ]
         environment |= OPTIONS | {"LD_PRELOAD": " ".join(found), "PYTHONMALLOC": "malloc"}
-    command = [sys.executable, HERE / "sanitizer_cases.py", module or "-", *map(str, arguments)]
+    command = [sys.executable, HERE / "run_cases.py", module or "-", *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
 
 

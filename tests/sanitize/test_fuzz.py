@@ -22,7 +22,7 @@ def found(done):
 
 
 def test_cases(module, repeat):
-    """The same number gives the same case again: python tests/sanitize/sanitizer_cases.py - NUMBER END."""
+    """The same number gives the same case again: python tests/sanitize/run_cases.py - NUMBER END."""
     for number in repeat(f"{AT_ONCE} random calls under sanitizers", 2_000):
         first, end = number * AT_ONCE, (number + 1) * AT_ONCE
         with ThreadPoolExecutor(2) as pool:
