@@ -33,7 +33,7 @@ help: ## this list
 demo: $(STAMPS)/native ## write a layer, load, check and measure it; MODEL=dir LAYER=3 takes a real one
 	@$(PY) -m ktmoe demo $(if $(MODEL),--model "$(MODEL)") $(if $(LAYER),--layer "$(LAYER)")
 
-demo-chat: $(STAMPS)/native ## a model answers: first installs transformers; MODEL=dir PROMPT="..." takes a real one
+demo-chat: $(STAMPS)/native ## a model learns 100 answers about ktmoe in a minute, and gives them: first installs transformers; MODEL=dir PROMPT="..." takes a real one
 	@$(PY) tools/demo_chat.py $(if $(MODEL),--model "$(MODEL)") $(if $(PROMPT),--prompt "$(PROMPT)")
 
 test: ## every kind of check in at most 5 minutes on 2 cores, cases chosen by design; ARGS="-k pack" goes to pytest
