@@ -44,9 +44,7 @@ def main(arguments: list[str]) -> int:
         if status:
             return status
     status = chat(interpreter, model, [chosen.prompt] if chosen.prompt else PROMPTS, "--greedy")
-    say(
-        f'it knows {known} answers by heart and nothing else: make demo-chat PROMPT="..." with a question of {chosen.answers.name}'
-    )
+    say(f'it knows {known} answers by heart: make demo-chat PROMPT="..." with a question of {chosen.answers.name}')
     return status
 
 
