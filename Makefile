@@ -11,7 +11,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PIP_ENV) $(PY) -m pip install -q
 STAMPS := $(VENV)/stamps
-EXTRAS := base test bench lint# base: what building, the package and its command need, at once
+EXTRAS := base test bench lint site# base: what building, the package and its command need, at once
 NATIVE := $(shell find ktmoe/_native -name '*.[ch]' -o -name '*.p[yx][xdi]') ktmoe/_native/isa.py
 PROCESSES := -n 2 --dist loadfile# two; ARGS="-n 0" is one, as --pdb wants it
 HOURS ?= 2
@@ -120,6 +120,9 @@ format: $(STAMPS)/lint ## rewrite the sources as lint wants them
 	@$(PY) -m ruff check -q --fix .
 	@$(PY) -m ruff format -q .
 	@$(PY) tools/lint_c.py --fix
+
+site: $(STAMPS)/site ## the pages and the reference as a site, into build/site; a broken link is an error
+	@$(PY) tools/make_site.py
 
 config: $(STAMPS)/native ## what was compiled, what this CPU supports, what was chosen and why
 	@$(PY) -m ktmoe config
