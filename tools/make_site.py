@@ -43,7 +43,7 @@ def listed() -> list[str]:
 
 
 def stage(page: Path, pages: Path) -> None:
-    """Copy a page, with the files that it links to. A link to a folder of sources becomes its words: a site lists no folders."""
+    """Copy a page, with the files that it links to. A link to a folder becomes its words: a site lists no folders."""
 
     def linked(match: re.Match) -> str:
         target = (page.parent / match[2]).resolve()
