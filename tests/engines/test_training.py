@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import engine_models
-import numpy as np
 import peft
 import pytest
 import torch
