@@ -28,7 +28,7 @@ from bench.vllm import dense, servers_report
 from bench.vllm import report as vllm_report
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, ENGINES, VLLM = DOCS / "performance.md", DOCS / "transformers.md", DOCS / "engines.md"
+PAGE = DOCS / "performance.md"
 DISTRIBUTED, RELIABILITY = DOCS / "several-machines.md", DOCS / "reliability.md"
 Row = tuple[str, ...]
 Tables = dict[str, Callable[[list[Results]], tuple[Row, list[Row]]]]
@@ -335,12 +335,9 @@ TABLES: Tables = {
 #: Each page's tables.
 PAGES: dict[Path, Tables] = {
     PAGE: TABLES,
-    ENGINES: {"engines": engines},
-    VLLM: {"vllm": vllm, "vllm-servers": vllm_servers, "vllm-dense": vllm_dense},
     DISTRIBUTED: {
-        "distributed": distributed.calls,
-        "distributed networks": distributed.networks,
-        "distributed forecast": forecast.table,
+        "distributed": distributed.gains,
+        "distributed forecast": forecast.page_table,
         "distributed assumptions": forecast.assumptions,
     },
     RELIABILITY: {"soak": soak.table, "terms": soak.terms},

@@ -148,12 +148,19 @@ def test_tables_and_the_file(tmp_path):
     assert {name: cells[name] for name in expected} == expected
     assert (cells["a rank sends"], cells["of it outside of kernels"]) == ("4 kB", "2 ms")
     assert rows[2][3] == "4 for each rank"
+    heads, rows = report.gains([results])
+    assert heads == ("CPU", "network", "ranks", "1 token", "512 tokens")
+    assert [row[:4] for row in rows] == [("a 1-2", "loopback", "2", "1.20 x")]
     heads, rows = report.networks([results])
     assert rows == [("a 1-2", "loopback", "2, 1 CPU each", "1000 µs", "0.008 Gbit/s", "1000 µs", "3000 µs")]
     assert heads[-2:] == ("500 B", "2.5 kB")
     heads, rows = forecast.table([results])
     assert len(rows) == len(forecast.MODELS) * len(forecast.MACHINES) * len(forecast.NETWORKS)
     assert all(len(row) == len(heads) and row[-1].count(" / ") == 3 for row in rows)
+    heads, rows = forecast.page_table([results])
+    assert not {"network", "machines"} & set(heads)
+    assert [row[:2] for row in rows[::2]] == [(shape.name, f"{shape.nbytes / 1e9:.0f} GB") for shape in forecast.MODELS]
+    assert rows == [row[:4] + row[6:] for row in forecast.table([results])[1] if row[4] == "25 GbE"]
     assert [row[2] for row in forecast.assumptions([results])[1]][-2:] == [
         "measured, 1 token on 2 ranks",
         "measured, 512 tokens on 2 ranks",

@@ -30,6 +30,8 @@ MODELS = (
     models()["Kimi-K2"],
 )
 COUNTS = (1, 2, 4, 8)
+#: The network of the page's table.
+PAGE_NETWORK = "25 GbE"
 TOKENS = (1, 16, 512)
 SHARDS = 8
 MEMORIES = (128, 256, 512)
@@ -135,6 +137,15 @@ def table(found: list[Results]) -> tuple[Row, list[Row]]:
         needed = " / ".join(str(machines_needed(shape, memory)) for memory in MEMORIES)
         cells = (_rates(shape, tokens, machine, network, host) for tokens in TOKENS)
         rows.append((shape.name, f"{shape.nbytes / 1e9:.0f} GB", needed, reads, name, " / ".join(map(str, COUNTS)), *cells))
+    return heads, rows
+
+
+def page_table(found: list[Results]) -> tuple[Row, list[Row]]:
+    """The rows of table() for one network, without its name and the numbers of machines."""
+    heads, rows = table(found)
+    left_out = [heads.index(name) for name in ("network", "machines")]
+    rows = [row for row in rows if PAGE_NETWORK in row]
+    heads, *rows = (tuple(cell for i, cell in enumerate(row) if i not in left_out) for row in (heads, *rows))
     return heads, rows
 
 

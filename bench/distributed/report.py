@@ -116,6 +116,19 @@ def calls(found: list[Results]) -> tuple[Row, list[Row]]:
     ]
 
 
+def gains(found: list[Results]) -> tuple[Row, list[Row]]:
+    """The ratios of calls() alone, of ranks that have CPUs of their own and get the same tokens."""
+    groups = [(label, group) for label, group in _groups(found) if group["ranks"] > 1 and not group["shared"]]
+    ratios = [{call["count"]: call["ratio"] for call in group["call"] if call["tokens"] == "same"} for _, group in groups]
+    counts = sorted(set().union(*ratios))
+    rows = []
+    for (label, group), by_count in zip(groups, ratios, strict=True):
+        cells = (f"{by_count[count]:.2f} x" if count in by_count else "-" for count in counts)
+        rows.append((label, group["network"], f"{group['ranks']}", *cells))
+    words = (f"{count} token{'s' * (count > 1)}" for count in counts)
+    return ("CPU", "network", "ranks", *words), rows
+
+
 def networks(found: list[Results]) -> tuple[Row, list[Row]]:
     """What an exchange of messages alone takes."""
     groups = [(label, group) for label, group in _groups(found) if group["exchange"]]

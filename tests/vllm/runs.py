@@ -76,7 +76,7 @@ def prepared(folder: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_WAIT_POLICY": "passive",  # as docs/engines.md recommends: idle threads leave the CPUs to others
+        "OMP_WAIT_POLICY": "passive",  # as docs/vllm.md recommends: idle threads leave the CPUs to others
         "TORCHDYNAMO_DISABLE": "1",  # compiling the sampler would take longer than all the rest
     }
 

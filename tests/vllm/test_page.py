@@ -1,4 +1,4 @@
-"""The two ways to text that docs/engines.md has, on a tiny model with a tokenizer."""
+"""The two ways to text that docs/vllm.md has, on a tiny model with a tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ktmoe.machine import memory
 from ktmoe.synthetic.chat import LIKELY
 from ktmoe.vllm import __main__
 
-SECTION = (runs.ROOT / "docs" / "engines.md").read_text().partition("\n## vLLM\n")[2].partition("\n## ")[0]
+PAGE = (runs.ROOT / "docs" / "vllm.md").read_text()
 LAYERS, TOKENS = 2, 12
 COMPUTED = f"ktmoe computes the experts of {LAYERS} layers (UnquantizedFusedMoEMethod: BF16, backend "
 #: Seconds from Ctrl-C to the end.
@@ -42,8 +42,8 @@ def model(tmp_path_factory):
 
 
 def block(beginning: str) -> str:
-    """The section's code that begins like this."""
-    (found,) = re.findall(rf"```\w*\n({re.escape(beginning)}.*?)\n```", SECTION, re.DOTALL)
+    """The page's code that begins like this."""
+    (found,) = re.findall(rf"```\w*\n({re.escape(beginning)}.*?)\n```", PAGE, re.DOTALL)
     return found
 
 
@@ -65,7 +65,7 @@ def test_server(model, tmp_path):
     """It answers, has vLLM's metrics, and Ctrl-C ends it in seconds."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    words = {"python": sys.executable, "MODEL": model, "8000": port}
+    words = {"python": sys.executable, "Qwen/Qwen3-30B-A3B": model, "8000": port}
     command = [words.get(word, word) for word in shlex.split(block("python -m ktmoe.vllm"))]
     url, log = f"http://127.0.0.1:{port}", tmp_path / "log"
     with log.open("w") as output:
