@@ -49,31 +49,34 @@ def _row(what: str, rows: list[dict]) -> dict:
 
 def terms(found: list[Results]) -> tuple[Row, list[Row]]:
     """The largest error of each backend over its bound, by term."""
-    rows = [
-        (row["what"].removeprefix(TERMS), row["most"], f"{row['done']:,}", results.label)
-        for results in found
-        for row in results.data.get("soak", {}).get("row", [])
-        if row["what"].startswith(TERMS)
-    ]
-    names = list(dict.fromkeys(name for _, most, *_ in rows for name in most))
-    cells = [
-        (backend, *(f"{most[name]:.2f}" if name in most else "-" for name in names), *rest) for backend, most, *rest in rows
-    ]
-    return ("backend", *names, "cases", "CPU"), cells
+    kept = [(label, row) for label, row in _rows(found) if row["what"].startswith(TERMS)]
+    names = list(dict.fromkeys(name for _, row in kept for name in row["most"]))
+    made = []
+    for label, row in kept:
+        cells = (f"{row['most'][name]:.2f}" if name in row["most"] else "-" for name in names)
+        made.append((label, (row["what"].removeprefix(TERMS), *cells, f"{row['done']:,}")))
+    return _of_cpus(("backend", *names, "cases"), made)
 
 
 def table(found: list[Results]) -> tuple[Row, list[Row]]:
-    rows = [
-        (
-            row["what"],
-            f"{row['done']:,}",
-            f"{row['of']:,}",
-            f"{row['seconds'] / 60:.1f}",
-            "; ".join(f"{label} {value:g}" for label, value in row["most"].items()) or "-",
-            results.label,
-        )
-        for results in found
-        for row in results.data.get("soak", {}).get("row", [])
-        if not row["what"].startswith(TERMS)
-    ]
-    return ("what", "cases", "of", "minutes", "most", "CPU"), rows
+    """What was tried, how many cases of how many, and the largest numbers that were seen."""
+    made = []
+    for label, row in _rows(found):
+        if not row["what"].startswith(TERMS):
+            cases = f"{row['done']:,}" + f" of {row['of']:,}" * (row["done"] < row["of"])
+            most = "; ".join(f"{name} {value:g}" for name, value in row["most"].items())
+            made.append((label, (row["what"], cases, most or "-")))
+    return _of_cpus(("what", "cases", "most"), made)
+
+
+def _rows(found: list[Results]) -> list[tuple[str, dict]]:
+    """Each with its CPU."""
+    return [(results.label, row) for results in found for row in results.data.get("soak", {}).get("row", [])]
+
+
+def _of_cpus(heads: Row, made: list[tuple[str, Row]]) -> tuple[Row, list[Row]]:
+    """A table with a column for the CPU, or with its name in the heading where all rows have one."""
+    labels = {label for label, _ in made}
+    if len(labels) == 1:
+        return (f"{heads[0]}, on {labels.pop()}", *heads[1:]), [cells for _, cells in made]
+    return (*heads, "CPU"), [(*cells, label) for label, cells in made]

@@ -1,6 +1,6 @@
 """The routed experts of a layer in plain PyTorch, on dequantised weights, with LoRA: autograd's gradients as an oracle.
 
-It shares no code with ktmoe.torch. docs/numerics.md has the formulas and the roundings.
+It shares no code with ktmoe.torch. docs/training-numerics.md has the formulas and the roundings.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_which_weights_are_exact(format):
         assert may_be_two(format) == (8 < weight_bits(format) <= 16)
 
 
-#: What docs/numerics.md says: significant bits of a weight.
+#: What docs/training-numerics.md says: significant bits of a weight.
 BITS = {MXFP4: 2, MXFP8: 4, BF16: 8, nvfp4(): 6, FP8_PER_ROW: 4, int4(32): 11, int4(64, "fp16"): 14, int8(64): 15, fp8(): 28}
 
 

@@ -64,6 +64,11 @@ def test_what_is_saved(tmp_path, monkeypatch, capfd):
     check(section, "soak", SCHEMA["soak?"])
     cpu = {"name": "Made", "family": 1, "model": 2, "threads": 2}
     results = [Results({"cpu": cpu, "soak": section}), Results({"cpu": cpu})]
-    _, rows = bench.soak.table(results)
-    assert [line[:3] + line[4:] for line in rows] == [("numbers", "80", "80", "largest 39; negated 0", "Made 1-2")]
-    assert bench.soak.terms(results) == (("backend", "gate", "cases", "CPU"), [("avx2", "0.50", "40", "Made 1-2")])
+    row = ("numbers", "80", "largest 39; negated 0")
+    assert bench.soak.table(results) == (("what, on Made 1-2", "cases", "most"), [row])
+    assert bench.soak.terms(results) == (("backend, on Made 1-2", "gate", "cases"), [("avx2", "0.50", "40")])
+    section["row"][0]["done"] = 79
+    other = Results({"cpu": cpu | {"name": "Other"}, "soak": section})
+    heads, rows = bench.soak.table([*results, other])
+    assert heads == ("what", "cases", "most", "CPU")
+    assert [(cases, label) for _, cases, _, label in rows] == [("79 of 80", "Made 1-2"), ("79 of 80", "Other 1-2")]

@@ -20,7 +20,7 @@ VERSIONS = (2, 3)
 #: Longest header in bytes. The longest parts known are vocabularies, of about 20 MB.
 HEADER_LIMIT_BYTES = 1 << 25
 #: The most keys of metadata, tensors, and items of arrays that are walked through or kept. Models have some thousand
-#: tensors. Vocabularies and their merges have 0.8 million items. Together the limits bound the work, see docs/notes.md.
+#: tensors. Vocabularies and their merges have 0.8 million items. Together the limits bound the work, see docs/notes.
 KEYS_LIMIT, TENSORS_LIMIT, ITEMS_LIMIT = 1 << 12, 1 << 16, 1 << 21
 _SLOW_ITEMS = 16  # what an array in an array counts as, and a number that is kept: they take as long
 #: Longest names of keys and of tensors, in bytes; ggml has at most 65535 and 63.

@@ -31,7 +31,7 @@ JSON_LIMIT_BYTES = 40_000_000
 #: Of that, how much may be text that is not ASCII alone: such text takes up to four times its bytes.
 JSON_LIMIT_UNICODE = JSON_LIMIT_BYTES // 4
 #: The most commas and opening brackets in such a file, about its number of values. Kimi-K2.5's index has 0.2 million; the
-#: header of a file with 87,000 tensors has 0.7 million. docs/notes.md says what the worst file within the limits takes.
+#: header of a file with 87,000 tensors has 0.7 million. docs/notes says what the worst file within the limits takes.
 JSON_LIMIT_VALUES = 700_000
 #: How deep objects and lists may be in each other. Published files have 10 levels at most; Python's own functions for what is
 #: nested fail at some hundreds.

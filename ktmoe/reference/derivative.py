@@ -1,4 +1,4 @@
-"""The activation's derivative in float64, times a gradient, with the error of a backend's: what docs/numerics.md says of it."""
+"""The activation's derivative in float64, times a gradient, with the error of a backend's: docs/training-numerics.md has it."""
 
 from __future__ import annotations
 

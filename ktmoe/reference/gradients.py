@@ -1,6 +1,6 @@
 """Training in plain float64: outputs and gradients of the experts without a rounding, for whoever checks a use of them.
 
-docs/numerics.md has the formulas. ktmoe/reference/training.py has the same with every rounding and a bound.
+docs/training-numerics.md has the formulas. ktmoe/reference/training.py has the same with every rounding and a bound.
 """
 
 from __future__ import annotations

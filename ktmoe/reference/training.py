@@ -1,6 +1,6 @@
 """Training in float64 with a rigorous bound on a backend's error: the forward pass with an adapter, and the backward pass.
 
-docs/numerics.md ("Training") has the steps and every rounding, as ktmoe/reference has those of MoELayer.forward().
+docs/training-numerics.md has the steps and every rounding, as ktmoe/reference has those of MoELayer.forward().
 ReferenceTraining is the same without roundings. Names: g, u, h and d are as there; T is what an adapter's A gives, times the
 scale; dV is the gradient of the loss with respect to V. Every `eps_v` bounds |what a backend has for v - v|, elementwise.
 """

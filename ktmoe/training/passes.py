@@ -40,7 +40,9 @@ class Gradients:
 
 
 class Training:
-    """The forward and the backward pass of a layer whose weights are frozen and stay packed. docs/numerics.md has all formulas.
+    """The forward and the backward pass of a layer whose weights are frozen and stay packed.
+
+    docs/training-numerics.md has all formulas.
 
     layer: with activations="bf16"; shared experts exclude an adapter. It can still be used by itself. A forward pass copies its
     expert_mask, which its backward pass uses. Do not replace an expert between the two. recompute: whether a forward pass keeps
