@@ -4,11 +4,13 @@ python -m bench.publish [RUN ...]     # by default the last saved run; several a
 python -m bench.publish --engines     # what make bench-engines saved, and nothing else, into that CPU's file
 python -m bench.publish --vllm        # what make bench-vllm saved, likewise
 python -m bench.publish --distributed # what make bench-distributed saved, likewise
+python -m bench.publish --training    # what make bench-training saved on this CPU, likewise
 python -m bench.publish --soak        # what make soak saved on this CPU, likewise
 python -m bench.publish --peers       # what make bench-peers saved on this CPU, likewise
 python -m bench.publish --modes [RUN] # what a saved run has of activation modes, and nothing else, into that CPU's file
 python -m bench.publish --linear [RUN] # what a saved run has of dense matrices, and what make bench-linear saved, likewise
 python -m bench.publish --tables      # the tables alone
+python -m bench.publish --show [WORD] # prints every table with all its columns; of the files with that word in their names
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ from bench.linear import report as linear_report
 from bench.models import models
 from bench.peers.formats import FORMATS, file_stem
 from bench.peers.rounds import figures
-from bench.results_file import FOLDER, LOADING, Results, ResultsError, check, digits, read
+from bench.results_file import FOLDER, LOADING, Results, ResultsError, check, digits, read, read_all
+from bench.training import report as training_report
 from bench.vllm import report as vllm_report
 
 #: Where make bench-peers, by format, and the others save what they measured.
 PEERS = {weights: runs.STORAGE / f"{file_stem('peers', weights)}.json" for weights in FORMATS}
-ENGINES, VLLM, LINEAR, DISTRIBUTED = (runs.STORAGE / f"{name}.json" for name in ("engines", "vllm", "linear", "distributed"))
+SAVED = ("engines", "vllm", "linear", "distributed", "training")
+ENGINES, VLLM, LINEAR, DISTRIBUTED, TRAINING = (runs.STORAGE / f"{name}.json" for name in SAVED)
 
 LISTS = {"decode": "decode", "prefill": "prefill"}  # by a layer's work; all other work is "per_expert"
 CALL = {
@@ -189,7 +193,7 @@ def with_others(results: Results, folder: Path = FOLDER) -> Results:
         data |= _of_engines(saved)
     data |= _linear_peers(cpu)
     kept = ("engines", "whole", "gguf", "cold", "modes", "vllm", "vllm_servers", "vllm_dense", "linear", "linear_peers")
-    kept += ("distributed", "soak")
+    kept += ("distributed", "soak", "training")
     for section in kept:
         if section in old:
             data.setdefault(section, old[section])
@@ -253,6 +257,23 @@ def vllm_alone(saved: dict, folder: Path = FOLDER) -> Results:
 def distributed_alone(saved: dict, folder: Path = FOLDER) -> Results:
     """The same of make bench-distributed."""
     return _alone({"distributed": distributed_report.published(saved)}, _about(saved), folder)
+
+
+def training_alone(cpu: dict, folder: Path = FOLDER) -> Results:
+    """The same of make bench-training, which saved it on the CPU of this machine (bench.machine.cpu_fields()).
+
+    Raises ResultsError where it was another CPU.
+    """
+    saved = json.loads(TRAINING.read_text())
+    where = saved["machine"]["cpu"], saved["machine"]["threads"]
+    if where != (cpu["name"], cpu["threads"]):
+        raise ResultsError(
+            f"{TRAINING}: expected a run on this CPU, {cpu['name']}; found one on {where[0]}, {where[1]} threads"
+        )
+    file = folder / Results({"cpu": cpu}).file_name
+    old = read(file).data.get("training", {}) if file.exists() else {}
+    about = {"commit": saved["commit"] or "unknown", "ktmoe": ktmoe.__version__, "cpu": cpu}
+    return _alone({"training": training_report.section(saved, old)}, about, folder)
 
 
 def soak_alone(cpu: dict, folder: Path = FOLDER) -> Results:
@@ -396,6 +417,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engines", action="store_true", help="only what make bench-engines saved")
     parser.add_argument("--vllm", action="store_true", help="only what make bench-vllm saved")
     parser.add_argument("--distributed", action="store_true", help="only what make bench-distributed saved")
+    parser.add_argument("--training", action="store_true", help="only what make bench-training saved on this CPU")
     parser.add_argument("--soak", action="store_true", help="only what make soak saved on this CPU")
     parser.add_argument("--peers", action="store_true", help="only what make bench-peers saved on this CPU")
     parser.add_argument("--modes", action="store_true", help="only what the runs have of activation modes")
@@ -403,14 +425,22 @@ def main(arguments: list[str] | None = None) -> int:
         "--linear", action="store_true", help="only dense matrices: of the runs, and what make bench-linear saved"
     )
     parser.add_argument("--tables", action="store_true", help="only write the tables of the files that are there")
+    parser.add_argument(
+        "--show", nargs="?", const="", metavar="WORD", help="only print all tables, of the files with WORD in their names"
+    )
     options = parser.parse_args(arguments)
     try:
+        if options.show is not None:
+            print(document.full(read_all(), options.show))
+            return 0
         if options.engines:
             print(f"written: {write(engines_alone(json.loads(ENGINES.read_text())))}")
         elif options.vllm:
             print(f"written: {write(vllm_alone(json.loads(VLLM.read_text())))}")
         elif options.distributed:
             print(f"written: {write(distributed_alone(json.loads(DISTRIBUTED.read_text())))}")
+        elif options.training:
+            print(f"written: {write(training_alone(machine.cpu_fields()))}")
         elif options.soak:
             print(f"written: {write(soak_alone(machine.cpu_fields()))}")
         elif options.peers:

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from bench import document, machine, publish, readme, results_file, runs
+from bench import document, full_tables, machine, publish, readme, results_file, runs
 from bench.results_file import FOLDER, Results, ResultsError
 
 FILES = sorted(FOLDER.glob("*"))
@@ -82,16 +82,16 @@ def test_tables_of_two_cpus():
         Results(made(pool=[{"work": "barrier", "us": 1.5}, {"work": "call", "us": 60.0, "of_call": 0.018}])),
         Results(other),
     ]
-    _, rows = document.ways(both)
+    _, rows = full_tables.ways(both)
     assert rows == [
         ("`avx2`", "avx2", "int16", label, "22.9 GB/s, 74 % of 1 stream", "-", "-", "218 GFLOP/s, 97 %", "-")
         for label in ("AMD EPYC 9754 25-160, 8 threads", "Intel Xeon 6-207, 8 threads")
     ]
     layer = without("layer", 0, "per_expert")["layer"]
-    heads, rows = document.ways([Results(made(layer=layer))])
+    heads, rows = full_tables.ways([Results(made(layer=layer))])
     assert heads[-2:] == ("16 tokens", "bound")
     assert rows[0][-2:] == ("-", "-")
-    heads, rows = document.pool(both)
+    heads, rows = full_tables.pool(both)
     assert heads[1:] == ("AMD EPYC 9754 25-160, 8 threads", "Intel Xeon 6-207, 8 threads")
     assert rows == [("barrier", "1.5 µs", "0.25 µs"), ("call", "60 µs, 1.8 % of the call", "-")]
 
@@ -315,11 +315,11 @@ def test_what_the_peers_took():
         ],
     }
     results = Results(made(peers=[publish.peers(peers_run("INT4")), publish.peers(peers_run())]))
-    heads, rows = document.peers("MXFP4", [results])
+    heads, rows = full_tables.peers("MXFP4", [results])
     assert heads[4:] == ("4 tokens", "distance from float64")
     assert [row[1:4] for row in rows] == [("64", "ktmoe avx2 int16, auto", "int8"), ("64", "ggml repack", "int8")]
     assert rows[1][4:] == ("3 ms, 2.0 x", "1.2 %")
-    assert document.peers("FP8", [results])[1] == []
+    assert full_tables.peers("FP8", [results])[1] == []
 
 
 def test_the_page_compares_a_peer_of_int8_with_ktmoes_int8_too():
@@ -331,7 +331,7 @@ def test_the_page_compares_a_peer_of_int8_with_ktmoes_int8_too():
     made_of["participants"]["ktmoe avx2 int16"]["numerics"] = "int16"
     saved = publish.peers(made_of | {"int8_base": "ktmoe avx2 int8"})
     assert saved["int8"] == "ktmoe avx2 int8"
-    _, rows = document.peers("MXFP4", [Results(made(peers=[saved]))])
+    _, rows = full_tables.peers("MXFP4", [Results(made(peers=[saved]))])
     assert [(row[2], row[4]) for row in rows] == [
         ("ktmoe avx2 int16, auto", "1.5 ms"),
         ("ktmoe avx2 int8, auto for int8", "0.75 ms, 0.5 x"),
@@ -378,9 +378,9 @@ def test_shares_of_one_stream_are_told_apart():
     """In every table that has shares of the read bandwidth, by the file and not by the CPU."""
     old, new = Results(made()), Results(made(limits={"read_gb_s": 31.0, "read_streams": 4}))
     assert (old.of_one_stream(), new.of_one_stream()) == (True, False)
-    heads, rows = document.cpus([old, new, Results(without("layer"))])
+    heads, rows = full_tables.cpus([old, new, Results(without("layer"))])
     assert [row[heads.index("streams")] for row in rows] == ["1 alone", "4", "-"]
-    _, rows = document.ways([old, new])
+    _, rows = full_tables.ways([old, new])
     assert [row[4] for row in rows] == ["22.9 GB/s, 74 % of 1 stream", "22.9 GB/s, 74 %"]
     assert all(row[7] == "218 GFLOP/s, 97 %" for row in rows)
     layer = made()["layer"][0] | {"prefill": [{"tokens": 64, "gflop_s": 100.0}]}
