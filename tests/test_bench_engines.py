@@ -14,6 +14,7 @@ from rich.console import Console
 
 from bench import full_tables, publish, results_file
 from bench.engines import __main__ as command
+from bench.engines import published as of_experts
 from bench.engines import report, session
 from bench.engines.session import CALLS
 from bench.engines.shapes import Engine, engines
@@ -234,7 +235,7 @@ def test_a_share_says_what_reading_was_measured_with(comparison, streams, words)
     """Saved rounds of before tried one stream alone, and do not say so."""
     made = copy.deepcopy(comparison[0])
     made["rounds"] = [{"read": row["read"], "ways": row["ways"], **streams} for row in made["rounds"]]
-    found = publish.engines(saved(made))
+    found = of_experts.section(saved(made))
     assert found.get("read_streams") == streams.get("read_streams")
     cpu = saved(made)["cpu"]
     heads, rows = full_tables.engines([Results({"cpu": cpu, "engines": found})])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 
 import pytest
 
@@ -194,3 +195,16 @@ def test_everything_is_printed(capsys):
     assert "expected a part of a file's name" in capsys.readouterr().err
     with pytest.raises(ResultsError, match="expected a part of a file's name"):
         document.full([], "x")
+
+
+def test_training_goes_into_the_file_of_its_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "TRAINING", tmp_path / "training.json")
+    cpu = made().data["cpu"]
+    for experts in (64, 16):
+        saved = trained(experts, "012345678") | {"machine": {"cpu": cpu["name"], "threads": 2}}
+        publish.TRAINING.write_text(json.dumps(saved))
+        path = publish.write(publish.training_alone(cpu, tmp_path), tmp_path)
+    found = results_file.read(path).data
+    assert ([run["experts"] for run in found["training"]["run"]], found["source"]) == ([16, 64], "make bench-training")
+    with pytest.raises(ResultsError, match="expected a run on AMD EPYC, 4 threads, found one on AMD EPYC, 2 threads"):
+        publish.training_alone(cpu | {"threads": 4}, tmp_path)
