@@ -13,7 +13,8 @@ from bench.vllm import report as vllm_report
 
 #: The servers that ktmoe's stands beside.
 SERVERS = ("vLLM BF16", "llama.cpp MXFP4, dense BF16")
-#: The numbers of tokens of dense layers.
+#: The lengths of prompts beside transformers, and the numbers of tokens of dense layers in vLLM.
+PROMPTS = (128, 512)
 DENSE_TOKENS = (1, 16, 512)
 
 
@@ -80,9 +81,10 @@ def transformers(found: list[Results]) -> Table:
     for comparison in engines["comparison"]:
         for way in comparison["way"]:
             if way["name"].startswith("transformers "):
-                heads = [f"prefill, {row['tokens']:,} tokens" for row in way["prefill"]]
+                prefill = [row for row in way["prefill"] if row["tokens"] in PROMPTS]
+                heads = [f"prefill, {row['tokens']:,} tokens" for row in prefill]
                 heads += [f"decode, {row['texts']} text{'s' * (row['texts'] > 1)}" for row in way["decode"]]
-                leads = (f"{row['lead']:.2f} x" for row in way["prefill"] + way["decode"])
+                leads = (f"{row['lead']:.2f} x" for row in prefill + way["decode"])
                 memory = f"{comparison['way'][0]['peak_gb']:.3g} GB; {way['peak_gb']:.3g} GB"
                 rows.append((_layers(comparison), way["name"].removeprefix("transformers "), *leads, memory))
     return (f"on {label}", "transformers", *heads, "memory"), rows
