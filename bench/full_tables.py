@@ -10,6 +10,8 @@ from collections.abc import Callable
 from bench import cost_model, explain, modes, readme
 from bench.cases import EVERYWHERE
 from bench.cost_model import Machine
+from bench.distributed import forecast
+from bench.distributed import report as distributed
 from bench.engines import cold_report
 from bench.engines import page as whole
 from bench.explain import Call
@@ -296,6 +298,9 @@ TABLES: Tables = {
     "servers of vLLM and llama.cpp": vllm_servers,
     "dense layers in vLLM": vllm_dense,
     "training": training_report.table,
+    "a layer on several machines": distributed.calls,
+    "networks between them": distributed.networks,
+    "a forecast of several machines": forecast.table,
     "the pool": pool,
     "loading": loading,
     **{f"{weights} beside other libraries": functools.partial(peers, weights) for weights in FORMATS},
