@@ -1,4 +1,9 @@
-"""What one layer call costs: a formula of a machine's and a kernel's numbers. docs/performance.md explains it.
+"""What one layer call costs: a formula of a machine's and a kernel's numbers.
+
+Routing is random. An expert of m tokens is read once, at the read bandwidth. It is decoded once for each pass of pass_rows
+rows, in decode_ns of a core for each byte, and multiplied at a share (efficiency) of the peak. It takes the time to read and to
+compute, less a part (overlap) of the shorter one. x, h and y are read and written at the read bandwidth. Batches whose x and h
+exceed KTMOE_SCRATCH_MB go in chunks, and each chunk reads the weights again.
 
 Nothing here measures. bench/explain.py finds a kernel's three numbers by measured calls and compares the formula with others.
 Units are bytes, FLOPs and seconds; rates are per second and of all threads together.

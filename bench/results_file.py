@@ -190,6 +190,34 @@ SCHEMA = {
             ],
         }
     ],
+    "training?": {
+        "date": datetime.date,
+        "commit?": str,
+        "source": str,
+        "model": str,
+        "rank": int,
+        "run": [
+            {
+                "experts": int,
+                "tokens": int,
+                "rows": int,
+                "participant": [
+                    {
+                        "name": str,
+                        "forward_gflop_s": float,
+                        "forward_of_peak": float,
+                        "backward_gflop_s": float,
+                        "backward_of_peak": float,
+                        "step_s": float,
+                        "ratio": float,
+                        "loaded_gb?": float,
+                        "step_gb?": float,
+                        "error?": float,
+                    }
+                ],
+            }
+        ],
+    },
     "engines?": {
         "date": datetime.date,
         "commit?": str,
@@ -448,6 +476,11 @@ def read_all(folder: Path = FOLDER) -> list[Results]:
     """All files of a folder, what was measured last first."""
     found = [read(path) for path in sorted(folder.glob("*.toml"))]
     return sorted(found, key=lambda results: results.data["date"], reverse=True)
+
+
+def newest(found: list[Results], section: str) -> tuple[str, dict] | None:
+    """(label, section) of the file that was measured last, of those that have the section."""
+    return next(((results.label, results.data[section]) for results in found if section in results.data), None)
 
 
 def check(value: object, where: str, kind: object = None) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bench import document, publish, results_file
+from bench import full_tables, publish, results_file
 from bench.engines import __main__ as command
+from bench.engines import published as of_experts
 from bench.engines import report, session
 from bench.engines.session import CALLS
 from bench.engines.shapes import Engine, engines
@@ -206,7 +207,7 @@ def test_what_becomes_of_it(comparison, tmp_path, monkeypatch):
     assert "load_s" not in theirs
     assert theirs["prefill"][1] == {"tokens": 512, "tokens_s": 68.27, "lead": 3.0, "experts": 0.5}
     assert "environment" not in theirs
-    heads, rows = document.engines([made])
+    heads, rows = full_tables.engines([made])
     assert heads[:6] == ("CPU", "model", "layers", "way", "prefill, 128 tokens", "prefill, 512 tokens")
     assert [row[3] for row in rows] == [ours["name"], theirs["name"]]
     assert rows[1][4:6] == ("17.1 tokens/s, 3.0 x", "68.3 tokens/s, 3.0 x")
@@ -234,16 +235,16 @@ def test_a_share_says_what_reading_was_measured_with(comparison, streams, words)
     """Saved rounds of before tried one stream alone, and do not say so."""
     made = copy.deepcopy(comparison[0])
     made["rounds"] = [{"read": row["read"], "ways": row["ways"], **streams} for row in made["rounds"]]
-    found = publish.engines(saved(made))
+    found = of_experts.section(saved(made))
     assert found.get("read_streams") == streams.get("read_streams")
     cpu = saved(made)["cpu"]
-    heads, rows = document.engines([Results({"cpu": cpu, "engines": found})])
+    heads, rows = full_tables.engines([Results({"cpu": cpu, "engines": found})])
     assert rows[0][heads.index("experts in decode")].endswith(words)
 
 
 def test_without_results_the_table_is_empty():
     cpu = {"name": "x", "family": 1, "model": 2, "threads": 1}
-    _, rows = document.engines([Results({"date": None, "commit": "", "source": "", "cpu": cpu})])
+    _, rows = full_tables.engines([Results({"date": None, "commit": "", "source": "", "cpu": cpu})])
     assert rows == []
 
 

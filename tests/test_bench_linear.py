@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import footprints, publish, results_file, summary
+from bench import footprints, publish, results_file, saved_run, summary
 from bench.linear import __main__ as bench_linear
 from bench.linear import page, report, session
 from bench.linear.calls import Call, calls
@@ -297,13 +297,13 @@ def test_a_saved_run_becomes_a_table(tmp_path, monkeypatch):
 def test_both_stay_in_the_file_until_they_are_measured_again(tmp_path, monkeypatch, result):
     for name, value in (("PEERS", {}), ("ENGINES", tmp_path / "absent"), ("LINEAR", tmp_path / "linear.json")):
         monkeypatch.setattr(publish, name, value)
-    cpu = {**publish._cpu(run()["machine_info"])}
+    cpu = {**saved_run.cpu_of(run()["machine_info"])}
     publish.LINEAR.write_text(json.dumps(result | {"cpu": cpu}))
-    publish.write(publish.with_others(publish.results([run(*POINTS)]), tmp_path), tmp_path)
+    publish.write(publish.with_others(saved_run.results([run(*POINTS)]), tmp_path), tmp_path)
     publish.LINEAR.write_text(json.dumps(result | {"cpu": cpu | {"threads": 2}, "date": "2026-12-24"}))
     load = {"fullname": "load", "extra_info": {"suite": "load", "work": "packing", "gb_s": 6.3}}
-    kept = publish.with_others(publish.results([run(load)]), tmp_path)
+    kept = publish.with_others(saved_run.results([run(load)]), tmp_path)
     assert len(kept.data["linear"]["call"]) == 2
     assert kept.data["linear_peers"]["date"].isoformat() == result["date"]
-    renewed = publish.with_others(publish.results([run(load, POINTS[0])]), tmp_path)
+    renewed = publish.with_others(saved_run.results([run(load, POINTS[0])]), tmp_path)
     assert len(renewed.data["linear"]["call"]) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import modes, publish, results_file, summary
+from bench import modes, publish, results_file, saved_run, summary
 from bench.results_file import ResultsError
 
 CPU = {"brand_raw": "AMD EPYC 9754 128-Core Processor", "family": 25, "model": 160}
@@ -53,12 +53,12 @@ def test_into_the_file_of_the_cpu_and_nothing_else(tmp_path):
 def test_a_whole_run_has_its_modes_or_those_of_the_file(tmp_path, monkeypatch):
     for name, value in (("PEERS", {}), ("ENGINES", tmp_path / "absent")):
         monkeypatch.setattr(publish, name, value)
-    publish.write(publish.results([run(*POINTS)]), tmp_path)
+    publish.write(saved_run.results([run(*POINTS)]), tmp_path)
     load = {"fullname": "load", "extra_info": {"suite": "load", "work": "packing", "gb_s": 6.3}}
-    kept = publish.with_others(publish.results([run(load)]), tmp_path)
+    kept = publish.with_others(saved_run.results([run(load)]), tmp_path)
     assert kept.data["load"] == [{"work": "packing", "gb_s": 6.3}]
     assert len(kept.data["modes"]["mode"]) == 3
-    renewed = publish.with_others(publish.results([run(load, POINTS[2])]), tmp_path)
+    renewed = publish.with_others(saved_run.results([run(load, POINTS[2])]), tmp_path)
     assert [mode["activations"] for mode in renewed.data["modes"]["mode"]] == ["mxfp8"]
 
 

@@ -9,7 +9,8 @@ import re
 
 import pytest
 
-from bench import document, machine, publish, readme, results_file, runs
+from bench import document, full_tables, machine, publish, readme, results_file, runs, saved_run
+from bench.peers import published as of_peers
 from bench.results_file import FOLDER, Results, ResultsError
 
 FILES = sorted(FOLDER.glob("*"))
@@ -82,16 +83,16 @@ def test_tables_of_two_cpus():
         Results(made(pool=[{"work": "barrier", "us": 1.5}, {"work": "call", "us": 60.0, "of_call": 0.018}])),
         Results(other),
     ]
-    _, rows = document.ways(both)
+    _, rows = full_tables.ways(both)
     assert rows == [
         ("`avx2`", "avx2", "int16", label, "22.9 GB/s, 74 % of 1 stream", "-", "-", "218 GFLOP/s, 97 %", "-")
         for label in ("AMD EPYC 9754 25-160, 8 threads", "Intel Xeon 6-207, 8 threads")
     ]
     layer = without("layer", 0, "per_expert")["layer"]
-    heads, rows = document.ways([Results(made(layer=layer))])
+    heads, rows = full_tables.ways([Results(made(layer=layer))])
     assert heads[-2:] == ("16 tokens", "bound")
     assert rows[0][-2:] == ("-", "-")
-    heads, rows = document.pool(both)
+    heads, rows = full_tables.pool(both)
     assert heads[1:] == ("AMD EPYC 9754 25-160, 8 threads", "Intel Xeon 6-207, 8 threads")
     assert rows == [("barrier", "1.5 µs", "0.25 µs"), ("call", "60 µs, 1.8 % of the call", "-")]
 
@@ -194,7 +195,7 @@ POINTS = (
 
 
 def test_a_saved_run_becomes_a_file(tmp_path):
-    results = publish.results([run(*POINTS)])
+    results = saved_run.results([run(*POINTS)])
     call = {"ms": 1.235, "gb_s": 22.99, "of_read": 0.7412, "gflop_s": 218.0, "of_peak": 0.9}
     way = {**WAY, "weights": "INT4", "scales": "of sums"}
     del way["backend"], way["rounding"]
@@ -237,18 +238,18 @@ def test_a_saved_run_becomes_a_file(tmp_path):
 
 def test_runs_are_joined_where_they_belong_together():
     parts = run(*POINTS[:2]), run(*POINTS[2:])
-    assert publish.results([*parts]) == publish.results([run(*POINTS)])
+    assert saved_run.results([*parts]) == saved_run.results([run(*POINTS)])
     for other in (run(*POINTS, commit="fedcba9876543210"), run(*POINTS, dirty=True), run(*POINTS, threads=4)):
         with pytest.raises(ResultsError, match="different commits or machines"):
-            publish.results([run(*POINTS), other])
-    assert publish.results([run(*POINTS, dirty=True)]).data["commit"] == "012345678, with uncommitted changes"
+            saved_run.results([run(*POINTS), other])
+    assert saved_run.results([run(*POINTS, dirty=True)]).data["commit"] == "012345678, with uncommitted changes"
 
 
 def test_a_run_of_before_is_refused():
     old = run(*POINTS)
     del old["machine_info"]["ktmoe"]
     with pytest.raises(ResultsError, match="does not say which CPU"):
-        publish.results([old])
+        saved_run.results([old])
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
@@ -302,7 +303,7 @@ def peers_run(weights="MXFP4", cpu="AMD EPYC 9754 128-Core Processor") -> dict:
 def test_what_the_peers_took():
     ours = {"name": "ktmoe avx2 int16", "version": "0.1.0", "least_error": 0.0016, "most_error": 0.0016}
     theirs = {"name": "ggml repack", "least_error": 0.012, "most_error": 0.012}
-    assert publish.peers(peers_run()) == {
+    assert of_peers.section(peers_run()) == {
         "weights": "MXFP4",
         "auto": "ktmoe avx2 int16",
         "date": results_file.datetime.date(2026, 11, 22),
@@ -314,12 +315,12 @@ def test_what_the_peers_took():
             {**theirs, "activations": "int8", "calls": [{"tokens": 4, "ms": 3.0, "lead": 2.0}]},
         ],
     }
-    results = Results(made(peers=[publish.peers(peers_run("INT4")), publish.peers(peers_run())]))
-    heads, rows = document.peers("MXFP4", [results])
+    results = Results(made(peers=[of_peers.section(peers_run("INT4")), of_peers.section(peers_run())]))
+    heads, rows = full_tables.peers("MXFP4", [results])
     assert heads[4:] == ("4 tokens", "distance from float64")
     assert [row[1:4] for row in rows] == [("64", "ktmoe avx2 int16, auto", "int8"), ("64", "ggml repack", "int8")]
     assert rows[1][4:] == ("3 ms, 2.0 x", "1.2 %")
-    assert document.peers("FP8", [results])[1] == []
+    assert full_tables.peers("FP8", [results])[1] == []
 
 
 def test_the_page_compares_a_peer_of_int8_with_ktmoes_int8_too():
@@ -329,9 +330,9 @@ def test_the_page_compares_a_peer_of_int8_with_ktmoes_int8_too():
     made_of["points"][0]["participants"]["ktmoe avx2 int8"] = {"error": 0.01}
     made_of["participants"]["ktmoe avx2 int8"] = {"numerics": "int8", "about": {}, "failure": ""}
     made_of["participants"]["ktmoe avx2 int16"]["numerics"] = "int16"
-    saved = publish.peers(made_of | {"int8_base": "ktmoe avx2 int8"})
+    saved = of_peers.section(made_of | {"int8_base": "ktmoe avx2 int8"})
     assert saved["int8"] == "ktmoe avx2 int8"
-    _, rows = document.peers("MXFP4", [Results(made(peers=[saved]))])
+    _, rows = full_tables.peers("MXFP4", [Results(made(peers=[saved]))])
     assert [(row[2], row[4]) for row in rows] == [
         ("ktmoe avx2 int16, auto", "1.5 ms"),
         ("ktmoe avx2 int8, auto for int8", "0.75 ms, 0.5 x"),
@@ -344,7 +345,7 @@ def test_peers_stay_in_the_file_until_they_are_measured_again(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     fresh = Results(made())
     assert publish.with_others(fresh, tmp_path) == fresh
-    old = [publish.peers(peers_run(weights)) | {"commit": "876543210"} for weights in ("MXFP4", "INT4")]
+    old = [of_peers.section(peers_run(weights)) | {"commit": "876543210"} for weights in ("MXFP4", "INT4")]
     publish.write(Results(made(peers=old)), tmp_path)
     assert publish.with_others(fresh, tmp_path).data["peers"] == old
     with pytest.raises(ResultsError, match="make bench-peers"):
@@ -354,7 +355,7 @@ def test_peers_stay_in_the_file_until_they_are_measured_again(tmp_path, monkeypa
     assert publish.with_others(fresh, tmp_path).data["peers"] == old
     for weights in ("INT4", "BF16"):
         publish.PEERS[weights].write_text(json.dumps(peers_run(weights)))
-    new = [publish.peers(peers_run(weights)) for weights in ("BF16", "INT4")]
+    new = [of_peers.section(peers_run(weights)) for weights in ("BF16", "INT4")]
     assert publish.with_others(fresh, tmp_path).data["peers"] == [old[0], *new]
     beside = publish.peers_alone(fresh.data["cpu"], tmp_path).data
     assert (beside["peers"], beside["date"]) == ([old[0], *new], made()["date"])
@@ -365,7 +366,10 @@ def test_peers_stay_in_the_file_until_they_are_measured_again(tmp_path, monkeypa
 def test_engines_stay_in_the_file_that_make_bench_writes_again(tmp_path, monkeypatch):
     """A file that has nothing else so far, too, as make bench-engines makes it."""
     monkeypatch.chdir(tmp_path)
-    fresh, engines = publish.results([run(*POINTS)]), {"date": made()["date"], "source": "make bench-engines", "comparison": []}
+    fresh, engines = (
+        saved_run.results([run(*POINTS)]),
+        {"date": made()["date"], "source": "make bench-engines", "comparison": []},
+    )
     alone = {name: fresh.data[name] for name in ("date", "commit", "source", "cpu")} | {"engines": engines}
     publish.write(Results(alone), tmp_path)
     assert publish.with_others(fresh, tmp_path).data == {**fresh.data, "engines": engines}
@@ -378,9 +382,9 @@ def test_shares_of_one_stream_are_told_apart():
     """In every table that has shares of the read bandwidth, by the file and not by the CPU."""
     old, new = Results(made()), Results(made(limits={"read_gb_s": 31.0, "read_streams": 4}))
     assert (old.of_one_stream(), new.of_one_stream()) == (True, False)
-    heads, rows = document.cpus([old, new, Results(without("layer"))])
+    heads, rows = full_tables.cpus([old, new, Results(without("layer"))])
     assert [row[heads.index("streams")] for row in rows] == ["1 alone", "4", "-"]
-    _, rows = document.ways([old, new])
+    _, rows = full_tables.ways([old, new])
     assert [row[4] for row in rows] == ["22.9 GB/s, 74 % of 1 stream", "22.9 GB/s, 74 %"]
     assert all(row[7] == "218 GFLOP/s, 97 %" for row in rows)
     layer = made()["layer"][0] | {"prefill": [{"tokens": 64, "gflop_s": 100.0}]}
@@ -407,7 +411,7 @@ def test_a_run_says_how_many_streams_were_best():
     """What most points found."""
     points = [point(f"{n}", work="decode", tokens=1, **LAYER, **WAY, **CALL, read_streams=n) for n in (4, 8)]
     points.append(point("c", work="prefill", tokens=64, **LAYER, **WAY, **CALL, read_streams=8))
-    assert publish.results([run(*points)]).data["limits"]["read_streams"] == 8
+    assert saved_run.results([run(*points)]).data["limits"]["read_streams"] == 8
 
 
 def test_the_commit_is_what_git_says():

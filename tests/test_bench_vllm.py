@@ -11,7 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from bench import document, publish, results_file
+from bench import full_tables, publish, results_file
 from bench.engines.shapes import engines
 from bench.results_file import Results
 from bench.vllm import __main__ as command
@@ -83,7 +83,7 @@ def test_figures(measured, tmp_path):
 
     made = publish.vllm_alone(result, tmp_path)
     assert results_file.read(publish.write(made, tmp_path)) == made
-    heads, rows = document.vllm([made, Results({"cpu": result["cpu"]})])
+    heads, rows = full_tables.vllm([made, Results({"cpu": result["cpu"]})])
     assert heads[:5] == ("CPU", "model", "layers", "way", "prefill, 512 tokens")
     assert [row[3:5] for row in rows] == [
         ("ktmoe MXFP4", "205 tokens/s"),
@@ -96,7 +96,7 @@ def test_figures(measured, tmp_path):
 def test_without_results_the_table_is_empty(tmp_path):
     with pytest.raises(results_file.ResultsError, match="no part of vLLM"):
         publish.vllm_alone({name: value for name, value in saved({}).items() if name != "steps"}, tmp_path)
-    assert document.vllm([])[1] == document.vllm_servers([])[1] == []
+    assert full_tables.vllm([])[1] == full_tables.vllm_servers([])[1] == []
 
 
 @pytest.mark.parametrize(

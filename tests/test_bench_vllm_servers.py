@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from bench import document, publish, results_file
+from bench import full_tables, publish, results_file
 from bench.engines import byte_tokenizer
 from bench.engines.shapes import engines
 from bench.peers import environments
@@ -137,7 +137,7 @@ def test_figures(measured, tmp_path):
 
     made = publish.vllm_alone(result, tmp_path)
     assert results_file.read(publish.write(made, tmp_path)) == made
-    heads, rows = document.vllm_servers([made])
+    heads, rows = full_tables.vllm_servers([made])
     assert heads == ("CPU", "model", "layers", "users", "server", "first token after", "decode alone", "whole")
     assert [row[3:] for row in rows[:3]] == [
         ("1", "ktmoe MXFP4", "2 s", "10 tokens/s", "20 tokens/s"),

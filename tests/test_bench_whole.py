@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench import document, publish, results_file
+from bench import publish, results_file
 from bench.engines import __main__ as command
 from bench.engines import page, session, whole, whole_report
 from bench.engines.session import Call
@@ -240,11 +240,6 @@ def test_what_becomes_of_it(by_turns, tmp_path):
     assert [row[:2] for row in rows] == [("small", "3 of 6")] * 3
     assert {len(heads)} == {len(row) for row in rows}
     assert page.first_table([Results({"cpu": result["cpu"]})])[1] == []
-
-
-def test_pages_have_the_tables():
-    assert document.TABLES["whole"] is page.table
-    assert {"gguf", "cold"} <= set(document.TABLES)
 
 
 def test_results_are_added_to_those_of_the_same_commit(tmp_path, by_turns):

@@ -1,4 +1,4 @@
-"""The time to the first token: figures, their table on a terminal, in a results file and on docs/performance.md."""
+"""The time to the first token: figures, their table on a terminal, and what a results file keeps of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models in a results file, on docs/performance.md and in README: of make bench-engines."""
+"""Whole models in a results file, in their whole table and in README: of make bench-engines."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def table(found: list[Results], section: str = "whole") -> tuple[tuple[str, ...]
         model = " ".join(filter(None, (comparison["model"], comparison.get("file"))))
         name = model, f"{comparison['layers']} of {comparison['of_layers']}", way["name"]
         rows.append((label, *name, *cells, memory, f"{way['load_s']:.2g} s"))
-    heads = (*(_texts(*at) for at in texts), *(f"prefill, {count:,} tokens" for count in tokens))
+    heads = (*(texts_head(*at) for at in texts), *(f"prefill, {count:,} tokens" for count in tokens))
     return ("CPU", "model", "layers", "way", *heads, "memory", "loading"), rows
 
 
@@ -90,7 +90,7 @@ def first_table(found: list[Results]) -> tuple[tuple[str, ...], list[tuple[str, 
     return (f"model, on {of_one.label}", *heads[2:-2]), [row[1:-2] for row in rows]
 
 
-def _texts(texts: int, after: int) -> str:
+def texts_head(texts: int, after: int) -> str:
     return f"decode, {texts} text{'s' * (texts > 1)} after {after:,} tokens"
 
 

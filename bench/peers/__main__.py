@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="print the tables of saved results")
     show.add_argument("results", metavar="RESULT", nargs="+", type=Path)
     show.set_defaults(run=_show)
-    plot = commands.add_parser("plot", help="draw the pictures of saved results")
+    plot = commands.add_parser("plot", help="draw a picture of each saved result")
     plot.add_argument("results", metavar="RESULT", nargs="+", type=Path)
     plot.add_argument("--into", metavar="FOLDER", type=Path, default=FOLDER, help="(%(default)s)")
     plot.set_defaults(run=_plot)
@@ -114,11 +114,10 @@ def _plot(options: argparse.Namespace) -> int:
 def _draw(result: dict, folder: Path) -> None:
     from bench.peers import plots  # matplotlib is there for this alone
 
-    for name in plots.PICTURES:
-        try:
-            print(f"drawn: {plots.draw(result, name, folder)}")
-        except plots.NothingToDrawError as error:
-            print(f"not drawn: {name}: {error}")
+    try:
+        print(f"drawn: {plots.draw(result, folder)}")
+    except plots.NothingToDrawError as error:
+        print(f"not drawn: {error}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
-"""The pictures of a format, from its result alone: the roofline, and bars against the peers."""
+"""The picture of a format, from its result alone: how many times as fast as the fastest peer everyone is."""
 
 from __future__ import annotations
 
-import itertools
-import math
-import statistics
 from pathlib import Path
 
 import matplotlib as mpl
@@ -15,20 +12,10 @@ from bench.peers.formats import file_stem
 from bench.peers.rounds import figures
 
 OURS = ("#0b6e4f", "#2a9d8f", "#57a773", "#7fb069", "#a3b18a", "#c2c5aa")
-PEERS = {"kt-kernel": ("#d1495b", "s"), "ggml": ("#edae49", "D"), "torch": ("#7d6b91", "^")}
-OTHER = ("#888888", "v")
+PEERS = {"kt-kernel": "#d1495b", "ggml": "#edae49", "torch": "#7d6b91"}
+OTHER = "#888888"
 TINT = "#bfe3d0"
 INK, PALE = "#222222", "#8a8a8a"
-#: The instruction of each table of kernels, as readers know it.
-INSTRUCTIONS = {
-    "amx": "AMX TDPBF16PS",
-    "avx512f": "AVX-512 FMA",
-    "avx512_bf16": "VDPBF16PS",
-    "avx512_vnni": "VPDPBUSD, AVX-512",
-    "avx_vnni": "VPDPBUSD, AVX",
-    "avx2": "AVX2 FMA",
-    "portable": "portable C",
-}
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -46,15 +33,15 @@ STYLE = {
 
 
 class NothingToDrawError(Exception):
-    """The result lacks what a picture shows."""
+    """The result lacks what the picture shows."""
 
 
-def draw(result: dict, name: str, folder: Path) -> Path:
-    """Write one of PICTURES into a folder, which is made if need be. The file's name has the format, too."""
-    file = folder / f"{file_stem(name, result['shape']['weights'])}.png"
+def draw(result: dict, folder: Path) -> Path:
+    """Write the picture into a folder, which is made if need be. The file's name has the format."""
+    file = folder / f"{file_stem('peers', result['shape']['weights'])}.png"
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9, 5.2), layout="constrained")
-        PICTURES[name](result, figure.add_subplot())
+        _bars(result, figure.add_subplot())
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=180)
     return file
@@ -82,79 +69,6 @@ def _owners(result: dict) -> dict[str, list[str]]:
     for key, participant in result["participants"].items():
         owners.setdefault(participant["owner"], []).append(key)
     return owners
-
-
-def _roofline(result: dict, axes: Axes) -> None:
-    owners, rounds = _owners(result), [row for point in result["points"] for row in point["rounds"]]
-    if not rounds:
-        raise NothingToDrawError("no round was measured")
-    series = {key: [figures(result, point, key) for point in result["points"]] for key in owners.get("ktmoe", [])}
-    for owner, keys in owners.items():
-        if owner != "ktmoe":
-            best = [_best(result, point, keys) for point in result["points"]]
-            series[owner] = [found[1] if found else None for found in best]
-    series = {name: [row for row in rows if row] for name, rows in series.items()}
-    series = {name: rows for name, rows in series.items() if rows}
-
-    read = statistics.median(row["read"] for row in rounds)
-    used = [p["about"].get("kernels") for p in result["participants"].values()]
-    peaks = {name: statistics.median(r["peaks"][name] for r in rounds) for name in rounds[0]["peaks"] if name in used}
-    left = min(row["intensity"] for rows in series.values() for row in rows) / 1.6
-    right = max(row["intensity"] for rows in series.values() for row in rows) * 2.2
-    right = max(right, 1.6 * max(peaks.values(), default=0.0) / read)
-    for (name, peak), at in zip(peaks.items(), _apart([*peaks.values()]), strict=True):
-        axes.plot([max(left, peak / read), right], [peak / 1e9] * 2, color=PALE, linewidth=1, zorder=1)
-        label = f"{INSTRUCTIONS.get(name, name)}\n{_rate(peak)}"
-        axes.text(right * 1.03, at / 1e9, label, ha="left", va="center", fontsize=8, color=PALE, linespacing=1.0)
-    top = max(peaks.values(), default=read * right)
-    axes.plot([left, top / read], [left * read / 1e9, top / 1e9], color=PALE, linewidth=1, zorder=1)
-
-    ours = 0
-    for name, rows in sorted(series.items(), key=lambda item: (item[0] in owners, item[0] != result["base"], item[0])):
-        x, y = [row["intensity"] for row in rows], [row["flops_rate"] / 1e9 for row in rows]
-        if name in owners:
-            color, marker = PEERS.get(name, OTHER)
-            axes.plot(x, y, color=color, marker=marker, markersize=6, linewidth=1.1, linestyle="--", label=name, zorder=3)
-        else:
-            width, size = (2.4, 8) if name == result["base"] else (1.2, 5)
-            label = f"{_short(name)} (auto)" if name == result["base"] else _short(name)
-            color = OURS[min(ours, len(OURS) - 1)]
-            axes.plot(x, y, color=color, marker="o", markersize=size, linewidth=width, label=label, zorder=4 - 0.1 * ours)
-            ours += 1
-    axes.set(xscale="log", yscale="log", xlim=(left, right))
-    axes.set_xlabel("FLOPs per byte of packed weights read  (one token on the left, long prefill on the right)")
-    axes.set_ylabel("GFLOP/s")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("")
-    axes.grid(True, which="major", color="#eeeeee")
-    axes.set_axisbelow(True)
-    axes.legend(loc="lower right", ncols=2, fontsize=8.5)
-    _title(axes, result, "How near to the machine's limits")
-    at = left * 1.25
-    axes.text(
-        at,
-        1.1 * at * read / 1e9,
-        f"memory, {read / 1e9:.0f} GB/s",
-        rotation=math.degrees(math.atan2(read / 1e9, 1.0)),  # of the line's direction in data
-        rotation_mode="anchor",
-        transform_rotates_text=True,
-        fontsize=8,
-        color=PALE,
-    )
-
-
-def _apart(values: list[float], least: float = 1.42) -> list[float]:
-    """Where to put labels of lines at these heights, in their order: at least a factor apart."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    places = list(values)
-    for below, above in itertools.pairwise(order):
-        places[above] = max(places[above], places[below] * least)
-    return places
-
-
-def _rate(flops: float) -> str:
-    return f"{flops / 1e12:.1f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.0f} GFLOP/s"
 
 
 def _bars(result: dict, axes: Axes) -> None:
@@ -227,7 +141,4 @@ def _short(key: str) -> str:
 
 
 def _color(owner: str) -> str:
-    return PEERS.get(owner, OTHER)[0]
-
-
-PICTURES = {"roofline": _roofline, "peers": _bars}
+    return PEERS.get(owner, OTHER)

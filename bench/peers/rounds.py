@@ -184,7 +184,6 @@ def figures(result: dict, point: dict, key: str) -> dict | None:
         "bytes_rate": statistics.median(b / s for b, s in zip(nbytes, seconds, strict=True)),
         "flops_rate": point["flops"] / statistics.median(seconds),
         "tokens_rate": point["tokens"] / statistics.median(seconds),
-        "intensity": statistics.median(point["flops"] / b for b in nbytes),
         "ratio": _ratio(took, key, result["base"]),
         "int8_ratio": _ratio(took, key, result.get("int8_base")) if rounds_to_int8 else None,
         "read_share": statistics.median(b / s / row["read"] for b, s, row in zip(nbytes, seconds, took, strict=True)),

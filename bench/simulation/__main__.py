@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="compare with calls measured here, on 1, 2, 4 ... threads")
     check.add_argument("--out", metavar="FILE", type=Path, help="write the comparison there")
     check.set_defaults(run=_check)
-    document = commands.add_parser("document", help="renew docs/simulation.md and its picture from what was simulated")
+    document = commands.add_parser("document", help="renew docs/simulation.md from what was simulated")
     document.set_defaults(run=_document)
     return parser
 
@@ -97,9 +97,8 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _document(options: argparse.Namespace) -> int:
-    from bench.simulation import document, plots  # matplotlib is there for this alone
+    from bench.simulation import document
 
-    print(f"drawn: {plots.draw(document.simulated()[0], document.PICTURE)}")
     document.write()
     print(f"written: {document.PAGE}")
     return 0

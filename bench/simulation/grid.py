@@ -16,9 +16,10 @@ from ktmoe import measuring
 from ktmoe.machine import numa
 
 MODELS = ("V4-Flash", "gpt-oss-120b", "Qwen3-30B-A3B")
-TOKENS = (1, 16, 256, 4096)
-NODES = (1, 2, 8)
-THREADS = (1, 2, 4, 8, 16, 32, 64, 96, 128)
+#: Tokens of a call that decodes, and of one that reads a prompt.
+TOKENS = (1, 4096)
+#: (nodes, threads).
+MACHINES = ((1, 16), (1, 64), (2, 128), (8, 128))
 #: Bytes per second of all nodes together.
 BANDWIDTH = 600e9
 #: Threads are equally fast.
@@ -27,7 +28,7 @@ JITTER = 0.0
 
 def points(model: str, tokens: int, costs: Costs, bandwidth: float, jitter: float) -> list[dict]:
     """A model's, with one batch for all machines."""
-    machines = (Machine(*pair, bandwidth, jitter=jitter) for pair in itertools.product(NODES, THREADS))
+    machines = (Machine(*pair, bandwidth, jitter=jitter) for pair in MACHINES)
     return [point(model, tokens, costs, machine) for machine in machines]
 
 

@@ -81,4 +81,5 @@ def table(found: dict) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 
 
 def _rate(phase: dict) -> str:
-    return f"{phase['tokens_s']:.3g} tokens/s" + (f", {phase['lead']:.1f} x" if "lead" in phase else "")
+    rate = float(f"{phase['tokens_s']:.3g}")
+    return f"{rate:g} tokens/s" + (f", {phase['lead']:.1f} x" if "lead" in phase else "")
