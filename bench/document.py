@@ -13,7 +13,6 @@ from pathlib import Path
 from bench import full_tables, page_layers, page_text, readme, soak
 from bench.distributed import forecast
 from bench.distributed import report as distributed
-from bench.engines import page as whole
 from bench.full_tables import Row, Tables
 from bench.results_file import Results, ResultsError, read_all
 
@@ -88,5 +87,5 @@ PAGES: dict[Path, Tables] = {
         "distributed assumptions": forecast.assumptions,
     },
     RELIABILITY: {"soak": soak.table, "terms": soak.terms},
-    readme.PAGE: {"text": whole.first_table, "weights": readme.table},
+    readme.PAGE: {"text": readme.text, "weights": readme.table},
 }

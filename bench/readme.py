@@ -1,4 +1,4 @@
-"""README's table of weights, from weights.toml, the formats themselves and the results files."""
+"""README's tables: of weights, from weights.toml and the formats themselves, and of a whole model, from the results files."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from functools import cache
 from pathlib import Path
 
 from bench.models import models
-from bench.results_file import Results
+from bench.results_file import Results, newest
 from ktmoe import backends
 from ktmoe.backends.native import NativeBackend, load_table
 from ktmoe.weights.elements import E2M1, E4M3, INT4, INT8, INT8_PLUS_128, UINT4
-from ktmoe.weights.formats import Minimum, WeightFormat
+from ktmoe.weights.formats import WeightFormat
 from ktmoe.weights.records import RecordOrder
 
 PAGE = Path(__file__).resolve().parents[1] / "README.md"
 FILE = Path(__file__).with_name("weights.toml")
-HEADS = ("weights", "checkpoints", "loaders", "rounded besides sums", "backends")
-NONE = "-"
+HEADS = ("weights", "checkpoints", "loaders", "activations besides bfloat16")
+LIBRARIES = ("ktmoe in transformers", "llama.cpp")
 #: Elements that stand in one row.
 _SAME = {UINT4: INT4, INT8_PLUS_128: INT8}
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A row. name: of the weights. measured: a model of models.toml. The others: see weights.toml."""
+    """A row. name: of the weights. measured: a model of models.toml that has them. The others: see weights.toml."""
 
     name: str
     checkpoints: str
@@ -42,22 +42,10 @@ class Weights:
         return loader in self.loaders and _kind(weight_format) == _kind(self.format)
 
     @property
-    def rounded(self) -> str:
-        """What mode bf16 rounds, besides adding in float32: docs/numerics.md, "Scales" and "Factors"."""
-        scale = self.format.scale
-        if isinstance(self.format.offset, Minimum):
-            return "once per scale and minimum"
-        scales = bool(scale and scale.kind != "ue8m0") + bool(self.format.factor)
-        return ("nothing", "once per scale", "once per scale, once per output")[scales]
-
-    @property
-    def backends(self) -> str:
-        """This package's backends that have kernels, whatever this CPU is; and their modes besides bf16."""
+    def modes(self) -> str:
+        """Those that some backend of this package has kernels for, whatever this CPU is."""
         built_in = [name for name in backends.names() if isinstance(backends.get(name), NativeBackend)]
-        exact = [name for name in built_in if self._served(name, "bf16")]
-        others = [mode for mode in ("int16", "int8") if any(self._served(name, mode) for name in built_in)]
-        names = "all" if exact == built_in else ", ".join(f"`{name}`" for name in exact)
-        return f"{names}; also {', '.join(others)}" if others else names
+        return ", ".join(mode for mode in ("int16", "int8") if any(self._served(name, mode) for name in built_in))
 
     def _served(self, backend: str, mode: str) -> bool:
         return any(load_table(isa).serves(self.format, mode) for isa in backends.get(backend).isas.get(mode, ()))
@@ -76,39 +64,51 @@ def weights() -> list[Weights]:
 
 
 def table(found: list[Results]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Figures are of the CPU that most rows were measured on, and of these the last."""
-    measured = [(results.label, _measured(results)) for results in found]
-    label, calls = max(measured, key=lambda pair: len(pair[1]), default=("", {}))
+    """The weights that are read. It depends on the package alone, not on what was measured."""
+    rows = [(row.name, row.checkpoints, ", ".join(f"`{name}`" for name in row.loaders), row.modes) for row in weights()]
+    return HEADS, rows
+
+
+def text(found: list[Results]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """A whole model beside llama.cpp, with the most layers that both were measured on, and the same bytes in both."""
+    last = newest(found, "whole")
+    if last is None:
+        return (), []
+    label, whole = last
+    both = [comparison for comparison in whole["comparison"] if _ways(comparison)]
+    if not both:
+        return (), []
+    comparison = max(both, key=lambda of: of["layers"])
+    ours, peer = _ways(comparison)
     rows = []
-    for row in weights():
-        loaders = ", ".join(f"`{loader}`" for loader in row.loaders)
-        figures = calls.get(row.name, (NONE, NONE))
-        rows.append((row.name, row.checkpoints, loaders, row.rounded, row.backends, *figures))
-    return (*HEADS, f"decode on {label}" if calls else "decode", "prefill there"), rows
+    for work, words in (("decode", "{texts} text{s} after {after} tokens"), ("prefill", "a prompt of {tokens} tokens")):
+        for row, other in zip(ours[work], peer[work], strict=True):
+            what = words.format(**row, s="s" * (row.get("texts", 1) > 1))
+            rows.append((what, _speed(row), _speed(other), f"{row['ratio']:.2f} x"))
+    memory = [f"{way['resident_gb']:.3g} GB" for way in (ours, peer)]
+    rows.append(("memory after loading", *memory, f"{ours['resident_gb'] / peer['resident_gb']:.2f} x"))
+    return (
+        f"{comparison['model']}, {comparison['layers']} of {comparison['of_layers']} layers, on {label}",
+        *LIBRARIES,
+        "ratio",
+    ), rows
 
 
-def _measured(results: Results) -> dict[str, tuple[str, str]]:
-    """Decode of 1 token, and prefill of the largest batch that was measured, as "auto" runs it."""
-    calls = {}
-    for row in weights():
-        for layer in results.entries("layer"):
-            by_default = layer["rounding"] == "exact" and layer.get("tuned_for", "decode") == "decode"
-            if layer["model"] == row.measured and by_default and row.name not in calls:
-                decode = next((call for call in layer.get("decode", ()) if call["tokens"] == 1), None)
-                prefill = max(layer.get("prefill", ()), key=lambda call: call["tokens"], default=None)
-                if decode and prefill and "gb_s" in decode and "gflop_s" in prefill:
-                    read = _rate(decode, "gb_s", "GB/s", "of_read", of_what(results))
-                    calls[row.name] = read, _rate(prefill, "gflop_s", "GFLOP/s", "of_peak")
-    return calls
+def _ways(comparison: dict) -> tuple[dict, dict] | None:
+    """ktmoe's way that keeps all weights' bytes, and llama.cpp's with the same; None if one is missing or read no prompt."""
+    ways = {way["name"]: way for way in comparison["way"] if way["prefill"]}
+    ours = next((way for name, way in ways.items() if name.startswith("ktmoe") and name.endswith("dense packed")), None)
+    peer = next((way for name, way in ways.items() if name.startswith("llama.cpp") and name.endswith("dense BF16")), None)
+    return (ours, peer) if ours and peer else None
+
+
+def _speed(row: dict) -> str:
+    return f"{row['tokens_s']:.3g} tokens/s"
 
 
 def of_what(results: Results) -> str:
     """What follows a share of the read bandwidth in a table: shares of one stream alone do not compare with others."""
     return " of 1 stream" if results.of_one_stream() else ""
-
-
-def _rate(call: dict, rate: str, unit: str, of: str, what: str = "") -> str:
-    return f"{float(f'{call[rate]:.3g}'):g} {unit}" + (f", {100 * call[of]:.0f} %{what}" if of in call else "")
 
 
 def _kind(weight_format: WeightFormat) -> tuple:

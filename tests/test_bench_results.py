@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from bench import document, full_tables, machine, publish, readme, results_file, runs, saved_run
+from bench import document, full_tables, machine, publish, results_file, runs, saved_run
 from bench.peers import published as of_peers
 from bench.results_file import FOLDER, Results, ResultsError
 
@@ -387,24 +387,6 @@ def test_shares_of_one_stream_are_told_apart():
     _, rows = full_tables.ways([old, new])
     assert [row[4] for row in rows] == ["22.9 GB/s, 74 % of 1 stream", "22.9 GB/s, 74 %"]
     assert all(row[7] == "218 GFLOP/s, 97 %" for row in rows)
-    layer = made()["layer"][0] | {"prefill": [{"tokens": 64, "gflop_s": 100.0}]}
-    for results, share in ((made(layer=[layer]), "74 % of 1 stream"), ({**new.data, "layer": [layer]}, "74 %")):
-        _, rows = readme.table([Results(results)])
-        assert rows[0][5:] == (f"22.9 GB/s, {share}", "100 GFLOP/s")
-
-
-def test_readme_has_what_auto_runs():
-    """Neither folded scales nor kernels for prefill, wherever in the file they stand."""
-    layer = made()["layer"][0] | {"prefill": [{"tokens": 64, "gflop_s": 100.0}]}
-    others = [
-        layer | {"decode": [{"tokens": 1, "gb_s": 1.0}], **choice}
-        for choice in ({"tuned_for": "prefill"}, {"rounding": "folded"})
-    ]
-    for chosen in ({}, {"tuned_for": "decode"}):
-        _, rows = readme.table([Results(made(layer=[*others, layer | chosen]))])
-        assert rows[0][5] == "22.9 GB/s, 74 % of 1 stream"
-    _, rows = readme.table([Results(made(layer=others))])
-    assert rows[0][5] == "-"
 
 
 def test_a_run_says_how_many_streams_were_best():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench import publish, results_file
+from bench import publish, readme, results_file
 from bench.engines import __main__ as command
 from bench.engines import page, session, whole, whole_report
 from bench.engines.session import Call
@@ -213,7 +213,7 @@ def test_the_table_has_all_of_them(by_turns):
 
 
 def test_what_becomes_of_it(by_turns, tmp_path):
-    """A section of its own: that of other comparisons stays. README has short texts, and the most layers."""
+    """A section of its own: that of other comparisons stays. README has both libraries with the most layers."""
     result = saved(by_turns[0])
     made = publish.engines_alone(result, tmp_path)
     assert results_file.read(publish.write(made, tmp_path)) == made
@@ -235,11 +235,14 @@ def test_what_becomes_of_it(by_turns, tmp_path):
     for row in after["rounds"]:
         row["ways"] = {way: calls[:1] for way, calls in row["ways"].items()}
     both = page.section(result | {"comparisons": [fewer, by_turns[0], after]}, ("whole",))
-    heads, rows = page.first_table([Results({"cpu": result["cpu"], "whole": both})])
-    assert heads[0] == "model, on AMD EPYC 9754 25-160, 8 threads"
-    assert [row[:2] for row in rows] == [("small", "3 of 6")] * 3
-    assert {len(heads)} == {len(row) for row in rows}
-    assert page.first_table([Results({"cpu": result["cpu"]})])[1] == []
+    heads, rows = readme.text([Results({"cpu": result["cpu"], "whole": both})])
+    assert heads == ("small, 3 of 6 layers, on AMD EPYC 9754 25-160, 8 threads", "ktmoe in transformers", "llama.cpp", "ratio")
+    assert rows[0][0] == "1 text after 128 tokens"
+    assert [row for row in rows if row[0] == "a prompt of 512 tokens"] == [
+        ("a prompt of 512 tokens", "205 tokens/s", "68.3 tokens/s", "3.00 x")
+    ]
+    assert rows[-1][0] == "memory after loading"
+    assert readme.text([Results({"cpu": result["cpu"]})])[1] == []
 
 
 def test_results_are_added_to_those_of_the_same_commit(tmp_path, by_turns):

@@ -1,4 +1,4 @@
-"""Whole models in a results file, in their whole table and in README: of make bench-engines."""
+"""Whole models in a results file, in their whole table: of make bench-engines."""
 
 from __future__ import annotations
 
@@ -74,20 +74,6 @@ def table(found: list[Results], section: str = "whole") -> tuple[tuple[str, ...]
         rows.append((label, *name, *cells, memory, f"{way['load_s']:.2g} s"))
     heads = (*(texts_head(*at) for at in texts), *(f"prefill, {count:,} tokens" for count in tokens))
     return ("CPU", "model", "layers", "way", *heads, "memory", "loading"), rows
-
-
-def first_table(found: list[Results]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """README's: of the CPU that was measured last, each model with its most layers, and short texts alone."""
-    of_one = next((results for results in found if "whole" in results.data), None)
-    if of_one is None:
-        return (), []
-    short: dict[str, dict] = {}
-    for comparison in of_one.data["whole"]["comparison"]:
-        known = short.get(comparison["model"], {"layers": 0})
-        if any(way["prefill"] for way in comparison["way"]) and comparison["layers"] > known["layers"]:
-            short[comparison["model"]] = comparison
-    heads, rows = table([Results(of_one.data | {"whole": {"comparison": list(short.values())}})])
-    return (f"model, on {of_one.label}", *heads[2:-2]), [row[1:-2] for row in rows]
 
 
 def texts_head(texts: int, after: int) -> str:
