@@ -30,7 +30,7 @@ DISTRIBUTIONS = {
 
 
 def quotations(document):
-    """[(file, text)] of a document's code that is quoted: a paragraph that begins with a link to an example stands before it."""
+    """[(file, text)] of the code that a document quotes: a paragraph that begins with a link to an example stands before it."""
     found = re.finditer(
         r"^\[[^\]]+\]\((?P<link>\.\./examples/[^)]+)\)(?:.+\n)*.*:\n\n(?:<!-- .*\n)?```(?!sh)\w+\n(?P<text>(?:.*\n)*?)```$",
         document.read_text(),

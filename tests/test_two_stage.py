@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from environments import ROOT
 from helpers import BF16, DEEPSEEK, FORMATS, GPT_OSS, random_batch, random_experts, same_bits
-from two_stage_pipeline import Experts, batch, decoded, restored, rounded, to_bytes
+from two_stage_pipeline import Experts, decoded, restored, rounded, to_bytes
 
 import ktmoe
 from ktmoe import SILU, MoELayer, backends, two_stage
