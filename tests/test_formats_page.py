@@ -1,5 +1,6 @@
-"""docs/formats.md: its table of what kernels have follows from the formats and the kernel tables, and is up to date."""
+"""docs/formats.md: its tables of what kernels have follow from the formats and the kernel tables, and are up to date."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,27 +13,38 @@ from ktmoe.weights.formats import FORMATS
 
 PAGE = Path(__file__).parents[1] / "docs" / "formats.md"
 SIZE = 4096
-#: The formats of each table: all but GGUF's, and GGUF's.
-TABLES = {"kernels": FORMATS, "ggml kernels": ggml.GGML}
+#: Modes of a format -> what its row says of modes of integers. A format has both of them or none.
+INTEGERS = {("bf16", "int16", "int8"): "yes", ("bf16",): ""}
 
 
 def rows(formats):
     tables = [native.load_table(row) for row in isa.ISAS]
     for name, weight_format in formats.items():
-        modes = [mode for mode in ("bf16", "int16", "int8") if any(table.serves(weight_format, mode) for table in tables)]
+        modes = tuple(mode for mode in ("bf16", "int16", "int8") if any(table.serves(weight_format, mode) for table in tables))
         experts = ExpertWeights(1, SIZE, SIZE, None, weight_format)
         growth = core.expert_nbytes(experts, [(0, SIZE)]) / experts.nbytes - 1
-        yield name, weight_format.description, ", ".join(modes), f"{100 * growth:+.2f} %".replace("-0.00", "+0.00")
+        yield name, weight_format.description, modes, f"{100 * growth:+.2f} %".replace("-0.00", "+0.00")
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_the_table(name):
-    lines = [
-        "| format | components | modes | packed |",
-        "|---|---|---|---|",
-        *(f"| {' | '.join(row)} |" for row in rows(TABLES[name])),
-    ]
-    table = "\n".join(lines)
+def of_formats():
+    yield "| format | components | int16, int8 |"
+    yield "|---|---|---|"
+    yield from (f"| {name} | {components} | {INTEGERS[modes]} |" for name, components, modes, _ in rows(FORMATS))
+
+
+def of_ggml():
+    """GGUF's types: those that have the same modes stand in one row."""
+    alike = {}
+    for name, _, modes, _ in rows(ggml.GGML):
+        alike.setdefault(modes, []).append(name)
+    yield "| types | int16, int8 |"
+    yield "|---|---|"
+    yield from (f"| {', '.join(names)} | {INTEGERS[modes]} |" for modes, names in alike.items())
+
+
+@pytest.mark.parametrize(("name", "lines"), [("kernels", of_formats), ("ggml kernels", of_ggml)])
+def test_the_table(name, lines):
+    table = "\n".join(lines())
     text = PAGE.read_text().partition(f"<!-- table: {name} -->\n")[2].partition(f"\n<!-- end of {name} -->")[0]
     assert text == table, f"docs/formats.md must have:\n{table}"
 
@@ -41,12 +53,20 @@ def test_every_instruction_set_has_all_formats():
     """Those of no mode of integers alone."""
     for row in isa.ISAS:
         table = native.load_table(row)
-        served = [table.serves(weight_format, "bf16") for formats in TABLES.values() for weight_format in formats.values()]
+        served = [table.serves(weight_format, "bf16") for formats in (FORMATS, ggml.GGML) for weight_format in formats.values()]
         assert all(served) or not any(served)
 
 
 def test_packed_weights_grow_by_at_most_one_percent():
     assert all(float(growth.split()[0]) <= 1 for *_, growth in rows(FORMATS))
+
+
+def test_the_types_that_grow_more_are_named():
+    """With the growth that the page says, to a tenth of a percent."""
+    growths = {name: float(growth.split()[0]) for name, *_, growth in rows(ggml.GGML)}
+    found = {name: f"{growth:.1f}" for name, growth in growths.items() if growth > 1}
+    sentence = re.search(r"Packed weights are at most 1 % larger.*?\n\n", PAGE.read_text(), re.DOTALL)[0]
+    assert dict(re.findall(r"(\w+) (?:is )?([\d.]+) %(?: larger)?[,.]", sentence.partition(";")[2])) == found
 
 
 def test_packed_records_grow_by_at_most_three_percent():

@@ -24,7 +24,8 @@ def of_rules():
     for rule in RULES.values():
         zeros = "no -0" if not rule.negative_zero else "" if rule.zero_signed else "-0 becomes 0"
         codes = f"{rule.codes[0]} to {rule.codes[1]}" if rule.codes else zeros
-        words = rule.scale, rule.zeros, rule.quotient, TIES[rule.ties], codes, rule.source
+        ties = "" if rule.ties == "even" else TIES[rule.ties]
+        words = rule.scale, rule.zeros, rule.quotient, ties, codes, rule.source
         yield f"| `{rule.target}` | `{rule.name}` | {' | '.join(words)} |"
 
 

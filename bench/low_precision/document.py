@@ -29,11 +29,6 @@ def modes(data: dict) -> tuple[Row, list[Row]]:
     return _errors(data, [mode for mode in _modes(data) if ":" not in mode])
 
 
-def rules(data: dict) -> tuple[Row, list[Row]]:
-    """The rows of modes whose two sides have the same rule; the default, "ceil", first."""
-    return _errors(data, [mode for target in ("mxfp8", "mxfp4") for mode in _modes(data) if mode.split(":")[0] == target])
-
-
 def text(data: dict) -> tuple[Row, list[Row]]:
     rows = []
     for run in data.get("text", {}).get("run", ()):
@@ -69,4 +64,4 @@ def _mean(mean: dict) -> str:
     return f"{mean['mean']:.{digits}f} ± {mean['standard_error']:.{digits}f}"
 
 
-TABLES = {"modes": modes, "rules": rules, "text": text}
+TABLES = {"modes": modes, "text": text}

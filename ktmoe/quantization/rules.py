@@ -57,7 +57,7 @@ def _mx(target: str, largest: float, power: int) -> tuple[Rule, ...]:
     ceil, floor = f"2^ceil(log2({share}))", f"2^(floor(log2 M) - {power})"
     return (
         Rule(target, "ceil", steps.ceil(largest), ceil, "byte 0", "torchao's RCEIL, ModelOpt's scales, DeepSeek"),
-        Rule(target, "round", steps.nearest(largest), f"2^round(log2({share}))", "byte 0", "ktmoe: the nearest power of two"),
+        Rule(target, "round", steps.nearest(largest), f"2^round(log2({share}))", "byte 0", "ktmoe"),
         Rule(target, "floor", steps.floor(largest), floor, "byte 0", "OCP MX 1.0 section 6.3; torchao's FLOOR, microxcaling"),
     )
 
@@ -93,13 +93,13 @@ _ALL = (
         *("1/8", "compressed-tensors"),
         zero_signed=False,
     ),
-    Rule("fp8", "up", Share(448, up=True), "the least number s with 448 s >= M", "1", "ktmoe: nothing saturates"),
+    Rule("fp8", "up", Share(448, up=True), "the least number s with 448 s >= M", "1", "ktmoe"),
     Rule("fp8", "nearest", Share(448), "M / 448", "1", "DeepSeek-V3, ModelOpt, compressed-tensors"),
     Rule(
         *("fp8", "transformers", steps.inverted, "1 / (448 * (1 / M)); t = w * (448 * (1 / M))", "1", "transformers"),
         quotient="inverse",
     ),
-    Rule("int8", "symmetric", Share(127), "M / 127", "1", "ktmoe: the same codes on both sides of 0", codes=(-127, 127)),
+    Rule("int8", "symmetric", Share(127), "M / 127", "1", "ktmoe", codes=(-127, 127)),
     Rule(
         *("int8", "compressed-tensors", Share(127.5, zeros=2.0**-7), "M / 127.5", "2^-7", "compressed-tensors"),
         codes=(-128, 127),
@@ -127,7 +127,7 @@ _ALL = (
         *("divided", "away", (-127, 127)),
         group="row",
     ),
-    Rule("int4", "symmetric", Share(7), "M / 7", "1", "ktmoe: the same codes on both sides of 0", codes=(-7, 7)),
+    Rule("int4", "symmetric", Share(7), "M / 7", "1", "ktmoe", codes=(-7, 7)),
     Rule("int4", "compressed-tensors", Share(7.5, zeros=2.0**-7), "M / 7.5", "2^-7", "compressed-tensors", codes=(-8, 7)),
     Rule(
         *("int4", "asymmetric", steps.between),
