@@ -105,10 +105,10 @@ bench-training: $(STAMPS)/native $(STAMPS)/bench ## a step of LoRA, forward and 
 bench-graphs: $(STAMPS)/native $(STAMPS)/bench ## a decode step as a CUDA graph: on a GPU if torch has one, else what a replay adds, about a minute
 	@$(PY) -m bench.graphs $(ARGS)
 
-simulation: $(STAMPS)/native $(STAMPS)/bench ## layer calls simulated on up to 128 threads, into docs/simulation.md: about 3 minutes; ARGS=check measures
+simulation: $(STAMPS)/native $(STAMPS)/bench ## layer calls simulated on up to 128 threads, into docs/simulation.md: about 15 seconds; ARGS=check measures
 	@$(PY) -m bench.simulation $(ARGS)
 
-results: $(STAMPS)/native $(STAMPS)/bench ## the last saved benchmarks into bench/results and docs; ARGS="7": number 7
+results: $(STAMPS)/native $(STAMPS)/bench ## the last saved benchmarks into bench/results and docs; ARGS="7": number 7; ARGS=--show prints all tables
 	@$(PY) -m bench.publish $(ARGS)
 
 lint: $(STAMPS)/lint ## ruff, clang-format, and the C compiled with warnings as errors
