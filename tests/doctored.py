@@ -1,8 +1,18 @@
-"""A machine whose setting is good for ktmoe, as a folder with the files of /proc and /sys that `ktmoe doctor` reads."""
+"""A machine whose setting is good for ktmoe, as a folder with the files of /proc and /sys that `ktmoe doctor` reads.
+
+It is named in conftest.py as a plugin, for its fixture.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
+import threadpoolctl
+
+from ktmoe import doctor
+from ktmoe.doctor import GOOD, Diagnosis, openmp
 
 GB = 1000**3
 FILES = {
@@ -39,3 +49,30 @@ def make(root: Path, changed: dict[str, str | bytes | None] | None = None) -> Pa
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(text if isinstance(text, bytes) else text.encode())
     return root
+
+
+@pytest.fixture
+def examine(tmp_path, monkeypatch):
+    """A function of changed files, as make() has them -> {the check's name: what it found}.
+
+    No variable is set, torch is not installed, and numpy's pool has one thread.
+    """
+    for name in [name for name in os.environ if name in VARIABLES or name.startswith("KTMOE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(openmp, "has_torch", lambda: False)
+    pool = {"internal_api": "openblas", "version": "1", "num_threads": 1}
+    monkeypatch.setattr(threadpoolctl, "threadpool_info", lambda: [pool])
+    made = 0
+
+    def call(changed: dict[str, str | bytes | None] | None = None) -> dict[str, Diagnosis]:
+        nonlocal made
+        made += 1
+        return {check.name: found for check, found in doctor.examine(make(tmp_path / str(made), changed))}
+
+    return call
+
+
+def only(found: dict[str, Diagnosis], name: str, state: str) -> Diagnosis:
+    """What one check found, if all others are good."""
+    assert {other: d.state for other, d in found.items() if d.state != GOOD} == {name: state}, found
+    return found[name]
