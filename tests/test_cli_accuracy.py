@@ -199,6 +199,36 @@ def test_another_shape_that_no_configuration_says(compare, original, tmp_path, o
     assert f"{original}: {message}{tmp_path}/other" in err
 
 
+def test_a_layer_less(compare, original, tmp_path):
+    """Whoever lacks it is named."""
+    synthetic.write_qwen3(tmp_path / "other", **SIZES | {"layers": 1})
+    assert compare(original, tmp_path / "other") == (
+        1,
+        "",
+        f"ktmoe: {tmp_path}/other: expected the layers of {original}, found no experts of layers 1\n",
+    )
+
+
+def test_a_gguf_file(compare, tmp_path):
+    """Its architecture has another name than config.json's model_type. Other random weights are as far off as can be."""
+    sizes = {"num_experts": 4, "hidden": 256, "intermediate": 256, "top_k": 2}
+    synthetic.write_gguf(tmp_path / "a.gguf", **sizes)
+    synthetic.write_qwen3(tmp_path / "original", **sizes)
+    status, out, err = compare(tmp_path / "a.gguf", tmp_path / "original", "--json")
+    assert (status, err) == (0, "")
+    (layer,) = json.loads(out)["layers"]
+    assert min(layer["relative_error"], layer["weights_relative_error"]) > 0.9
+    synthetic.write_qwen3(tmp_path / "other", **sizes | {"top_k": 3})
+    assert "num_experts_per_tok is 2, expected 3" in compare(tmp_path / "a.gguf", tmp_path / "other")[2]
+
+
+def test_progress(original):
+    seen = []
+    found = rounding_cost.rounding_cost(original, original, progress=lambda done, of: seen.append((done, of)))
+    assert seen == [(1, 2), (2, 2)]
+    assert [layer.layer for layer in found] == [0, 1]
+
+
 def test_another_architecture(compare, original, tmp_path):
     synthetic.write_deepseek_v4(tmp_path / "other", **SIZES)
     status, _, err = compare(original, tmp_path / "other")

@@ -9,7 +9,9 @@ import pytest
 from doctored import VARIABLES, make
 
 from ktmoe import cli, doctor, synthetic
+from ktmoe.cli.doctor import of_model
 from ktmoe.machine import memory
+from ktmoe.measuring import inspection
 
 SIZES = {"num_experts": 4, "hidden": 64, "intermediate": 32, "top_k": 2}
 
@@ -84,6 +86,17 @@ def test_a_model(run, monkeypatch, tmp_path):
     status, out = run(str(model), "--json")
     assert (status, model_of(out)["finding"]) == (1, "wrong")
     assert model_of(out)["remedy"].startswith(f"ktmoe inspect {model}")
+
+
+def test_a_model_of_which_a_layer_is_not_served(tmp_path):
+    synthetic.write_deepseek_v4(tmp_path, **SIZES, layers=2)
+    found = inspection.inspect(str(tmp_path))
+    assert of_model(found).state == doctor.GOOD
+    found.refused.append(inspection.Refused([2], "its scales are absent"))
+    assert of_model(found).state == doctor.BETTER
+    assert of_model(found).found.endswith("; not served: layers 2")
+    found.available = None
+    assert " is available" not in of_model(found).found
 
 
 def test_a_model_that_is_not_served(run, tmp_path):

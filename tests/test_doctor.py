@@ -69,7 +69,7 @@ def test_every_check_has_a_name_of_its_own_and_a_reason():
             *("swap", BETTER, "6 GB of 20 GB of swap is used", "swapoff -a"),
         ),
         (
-            {"sys/devices/system/node/has_memory": "0-1\n", "proc/self/status": "Cpus_allowed_list:\t0-7\n"},
+            {"sys/devices/system/node/has_memory": "0-1\n"},  # though the cpuset allows the memory of one alone
             *("NUMA balancing", BETTER, "nodes 0-1", "echo 0 | sudo tee /proc/sys/kernel/numa_balancing"),
         ),
     ],
@@ -87,6 +87,8 @@ def test_a_fault(examine, changed, name, state, words, remedy):
         {GOVERNOR: "schedutil\n"},
         {name: None for name in FILES if "cpufreq" in name},
         {"proc/loadavg": "8.00 0 0 1/1 1\n"},
+        {"proc/loadavg": "0.00 0 0 1/1 1\n"},
+        {"proc/meminfo": meminfo(MemTotal=9, MemAvailable=1.1, SwapTotal=0, SwapFree=0)},
         {"proc/cpuinfo": VIRTUAL, "proc/stat": "cpu  100 0 100 790 0 0 0 10 0 0\n"},
         {"proc/self/status": "Cpus_allowed_list:\t0-3\n"},  # one CPU of each core
         {f"{MINE}/cpu.max": "400000 100000\n"},

@@ -36,6 +36,7 @@ def with_torch(examine, monkeypatch):
         ),
         ({"OMP_NUM_THREADS": "9"}, "torch's threads", WRONG, "unset OMP_NUM_THREADS"),
         ({"OMP_NUM_THREADS": "four"}, "torch's threads", WRONG, "unset OMP_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "0"}, "torch's threads", WRONG, "unset OMP_NUM_THREADS"),
     ],
 )
 def test_torch(examine, monkeypatch, with_torch, variables, check, state, remedy):

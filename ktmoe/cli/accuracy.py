@@ -32,19 +32,22 @@ _OF_TEXT = ("activations", "rounding", "dense", "tokens", "context", "layers")
 
 @click.command("accuracy", help=HELP)
 @options.MODEL
-@click.option("--text", "file", metavar="FILE", type=options.PathType(), help="The text, UTF-8; only --against does without.")
+@click.option(
+    "--text", "file", metavar="FILE", type=options.PathType(), help="The text, UTF-8. Only --against can do without it."
+)
 @click.option(
     "--against",
     "original",
     metavar="DIR2",
     type=options.PathType(),
-    help="The original, which DIR has the weights of, rounded: say what rounding costs.",
+    help="The original, from which DIR's weights were rounded: what does that cost?",
 )
 @options.BACKEND
 @click.option(
     "--activations",
     metavar="M,M",
-    help=f"Modes to compare, such as mxfp4,mxfp8/mxfp4; by default those of {', '.join(MODES)} that the backend has.",
+    help=f"Modes to compare, such as mxfp4,mxfp8/mxfp4; by default those of {', '.join(MODES)} that the backend has, or bf16 "
+    "alone with --against.",
 )
 @click.option(
     "--rounding",

@@ -17,7 +17,7 @@ from ktmoe.dequantization import dequantize
 from ktmoe.errors import CheckpointError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.layer import MoELayer
-from ktmoe.loaders import model_config, model_shape
+from ktmoe.loaders import gguf_model, model_config, model_shape
 from ktmoe.loaders.base import find_layers, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.naming import listed
@@ -75,9 +75,16 @@ def _same_layers(rounded: Checkpoint, exact: Checkpoint) -> list[int | str]:
 
 
 def _same_shape(rounded: Checkpoint, exact: Checkpoint) -> None:
-    different = model_shape.difference(partial(model_config.value, rounded), partial(model_config.value, exact))
+    different = model_shape.difference(partial(_stated, rounded), partial(_stated, exact))
     if different:
         raise CheckpointError(f"{rounded.path}: {different}, as in {exact.path}: both must be the same model")
+
+
+def _stated(checkpoint: Checkpoint, key: str) -> object:
+    """What a configuration says; not a GGUF file's model_type, which is llama.cpp's name of it."""
+    if key == "model_type" and gguf_model.ARCHITECTURE in checkpoint.config:
+        return None
+    return model_config.value(checkpoint, key)
 
 
 def _compare(rounded: Checkpoint, exact: Checkpoint, layer: int | str, backend: str) -> RoundedLayer:
