@@ -197,6 +197,15 @@ def test_a_picture(run, monkeypatch, tmp_path):
         assert axes.get_ylabel().startswith(rate[:2].upper())
 
 
+def test_a_picture_says_what_was_disturbed(run, monkeypatch, tmp_path):
+    figures = drawn(monkeypatch)
+    for read, count in ((2e12, 0), (1.0, 3)):
+        monkeypatch.setattr(measuring.LimitMeter, "read", lambda limits, seconds, read=read: read)
+        monkeypatch.setattr(measuring.LimitMeter, "peak", lambda limits, seconds: 3e12)
+        out = run("--experts", 8, "--picture", tmp_path / "a.png")[1]
+        assert figures[-1].get_supxlabel().count("DISTURBED: ") == out.count("DISTURBED: ") == count
+
+
 @pytest.mark.parametrize(("name", "begins"), [("a.svg", b"<?xml"), ("a.PDF", b"%PDF")])
 def test_other_kinds_of_pictures(run, tmp_path, name, begins):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")

@@ -51,7 +51,9 @@ def write(file: Path, rows: Sequence[Row], subject: str, machine: str) -> None:
     _draw(decode, "Decode", "GB/s of packed weights", "read bandwidth", of_decode)
     _draw(prefill, "Prefill", "GFLOP/s", f"multiply peak of {rows[0].isa}", of_prefill)
     figure.suptitle(f"ktmoe bench: {rows[0].label}", x=0.01, ha="left", fontweight="bold")
-    figure.supxlabel(f"{subject}\n{machine}", x=0.01, ha="left", fontsize=8, color=_PALE)
+    disturbed = [f"DISTURBED: {words}" for row in rows for words in row.disturbed]
+    below = "\n".join([subject, machine, *disturbed])
+    figure.supxlabel(below, x=0.01, ha="left", fontsize=8, color=_PALE)
     drawn = io.BytesIO()
     figure.savefig(drawn, format=file.suffix.lower().lstrip("."), dpi=150)
     with AtomicFile(file.expanduser(), overwrite=True) as written:
