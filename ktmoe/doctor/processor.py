@@ -97,7 +97,7 @@ def _flags(root: Path) -> list[str]:
 
 
 CHECKS = (
-    DoctorCheck("backend", "Each instruction set multiplies faster than the one before it.", backend),
+    DoctorCheck("backend", "A better instruction set multiplies more numbers at a time.", backend),
     DoctorCheck("clock", "A low clock makes every call slower.", clock),
     DoctorCheck("virtual machine", "Calls wait while the host gives the CPUs to others.", virtual_machine),
     DoctorCheck("load", "A call ends when its last thread does, so one busy CPU slows all threads.", load),

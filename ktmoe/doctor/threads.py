@@ -76,7 +76,7 @@ def quota(root: Path) -> Diagnosis:
 
 
 CHECKS = (
-    DoctorCheck("threads", "One thread a physical core is fastest: more of them wait for each other in every call.", number),
+    DoctorCheck("threads", "More threads than cores wait for each other in every call; fewer leave cores idle.", number),
     DoctorCheck("affinity", "ktmoe uses only the CPUs that this process may use.", affinity),
     DoctorCheck("CPU quota", "Linux stops all threads for the rest of each 0.1 s when the quota is used up.", quota),
 )
