@@ -21,10 +21,6 @@ def get_include() -> str:
 
 def config() -> dict:
     """What show_config() prints, as data."""
-    try:
-        chosen, why, _ = choose_backend("auto")
-    except Exception as error:  # a wrong KTMOE_BACKEND is what show_config is asked about
-        chosen, why = None, str(error)
     return {
         "version": installed_version(),
         "python": platform.python_version(),
@@ -35,12 +31,20 @@ def config() -> dict:
         "numa_nodes": list(numa.place().nodes),
         "numa_nodes_why": numa.explain_default(),
         "l3_caches": [len(domain.one_a_core) for of_node in numa.place().domains for domain in of_node],
-        # after the choice, for which the operating system may have refused something
-        "backends": {name: _row(backends.get(name)) for name in backends.ranked()},
-        "chosen": chosen,
-        "chosen_why": why,
+        **backend_choice(),
         "loaders": loaders.names(),
     }
+
+
+def backend_choice() -> dict:
+    """config()'s backends, which one is chosen, and why."""
+    try:
+        chosen, why, _ = choose_backend("auto")
+    except Exception as error:  # a wrong KTMOE_BACKEND is what show_config is asked about
+        chosen, why = None, str(error)
+    # after the choice, for which the operating system may have refused something
+    rows = {name: _row(backends.get(name)) for name in backends.ranked()}
+    return {"backends": rows, "chosen": chosen, "chosen_why": why}
 
 
 def _row(backend: Backend) -> dict:

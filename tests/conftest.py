@@ -21,6 +21,7 @@ pytest_plugins = (
     "checkpoint_files",
     "cpus",
     "design",
+    "doctored",
     "emulator.fixtures",
     "fake_cuda.fixtures",
     "kt_wrappers",

@@ -213,6 +213,7 @@ def test_as_a_module(module):
         ("click", "config"),
         pytest.param("rich", "demo", marks=EXHAUSTIVE),
         pytest.param("tomli_w", "bench", marks=EXHAUSTIVE),
+        pytest.param("packaging", "doctor", marks=EXHAUSTIVE),
     ],
 )
 def test_without_the_extra(missing, command):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from bench import results_file
 from ktmoe import MoELayer, backends, cli, measuring, synthetic
 from ktmoe.backends.base import Backend
-from ktmoe.cli import bench
+from ktmoe.cli import bench, units
 from ktmoe.machine import memory
 
 PREFILL_TOKENS = 12
@@ -162,6 +163,85 @@ def test_more_experts_than_memory_has(run, monkeypatch):
     status, out, err = run("--experts", 1000)
     assert (status, out) == (1, "")
     assert re.fullmatch(words, err)
+
+
+def drawn(monkeypatch) -> list:
+    """From now on, the figures that pictures are made of, when they are saved."""
+    figure = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed").Figure
+    found, save = [], figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda self, *rest, **options: (found.append(self), save(self, *rest, **options)))
+    return found
+
+
+def test_a_picture(run, monkeypatch, tmp_path):
+    """Its bars and lines are the figures of JSON, and its texts are the shares."""
+    figures, file = drawn(monkeypatch), tmp_path / "picture.png"
+    monkeypatch.setattr(bench, "PREFILL", (PREFILL_TOKENS, 16))
+    monkeypatch.setattr(measuring.LimitMeter, "read", lambda limits, seconds: 2e12)
+    monkeypatch.setattr(measuring.LimitMeter, "peak", lambda limits, seconds: 3e12)
+    status, out, err = run("--experts", 8, "--json", "--picture", file)
+    assert (status, err) == (0, "")
+    assert file.read_bytes().startswith(b"\x89PNG")
+    calls = json.loads(out)["calls"]
+    (figure,) = figures
+    for axes, work, rate, share in zip(
+        figure.axes, ("decode", "prefill"), ("gb_s", "gflop_s"), ("of_read", "of_peak"), strict=True
+    ):
+        of_work = [call for call in calls if call["work"] == work]
+        assert [bar.get_height() for bar in axes.patches] == pytest.approx([call[rate] for call in of_work])
+        (lines,) = axes.collections
+        limits = [segment[0][1] for segment in lines.get_segments()]
+        assert limits == pytest.approx([2000 if work == "decode" else 3000] * len(of_work))
+        assert [text.get_text() for text in axes.texts] == [units.percent(call[share]) for call in of_work]
+        assert [label.get_text() for label in axes.get_xticklabels()] == [str(call["tokens"]) for call in of_work]
+        assert axes.get_ylabel().startswith(rate[:2].upper())
+
+
+def test_a_picture_says_what_was_disturbed(run, monkeypatch, tmp_path):
+    figures = drawn(monkeypatch)
+    for read, count in ((2e12, 0), (1.0, 3)):
+        monkeypatch.setattr(measuring.LimitMeter, "read", lambda limits, seconds, read=read: read)
+        monkeypatch.setattr(measuring.LimitMeter, "peak", lambda limits, seconds: 3e12)
+        out = run("--experts", 8, "--picture", tmp_path / "a.png")[1]
+        assert figures[-1].get_supxlabel().count("DISTURBED: ") == out.count("DISTURBED: ") == count
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a.svg", b"<?xml"), ("a.PDF", b"%PDF")])
+def test_other_kinds_of_pictures(run, tmp_path, name, begins):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    assert run("--experts", 8, "--picture", tmp_path / name)[0] == 0
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_a_picture_of_no_known_kind(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(measuring, "run", None)  # nothing is measured
+    for name, found in (("picture", "''"), ("picture.jpeg", "'.jpeg'")):
+        status, out, err = run("--picture", tmp_path / name)
+        assert (status, out) == (1, "")
+        assert err == f"ktmoe: {tmp_path / name}: expected a picture's name that ends in .png, .svg, .pdf, found {found}\n"
+    status, out, err = run("--picture", tmp_path / "absent" / "a.png")
+    assert (status, out) == (1, "")
+    assert "expected a folder that can be written to" in err
+
+
+def test_without_matplotlib(run, monkeypatch, tmp_path):
+    """It is needed for --picture alone."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run("--experts", 8)[0] == 0
+    monkeypatch.setattr(measuring, "run", None)
+    status, out, err = run("--picture", tmp_path / "a.png")
+    assert (status, out) == (1, "")
+    install = "pip install '.[picture]' in the folder of ktmoe's repository"
+    assert err == f"ktmoe: --picture needs matplotlib, which is not installed: {install}\n"
+
+
+def test_a_wrong_result_has_no_picture(run, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setattr(MoELayer, "forward", lambda layer, x, *rest: np.full_like(x, np.nan))
+    assert run("--experts", 8, "--picture", tmp_path / "a.png")[0] == 1
+    assert not list(tmp_path.iterdir())
 
 
 class Elsewhere(Backend):

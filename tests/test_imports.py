@@ -48,6 +48,7 @@ ONLY_FOR = {
     "compat": {"compat", "sglang"},
     "sglang": {"sglang"},
     "cli": {"cli", "__main__"},
+    "doctor": {"doctor", "cli"},
     "measuring": {"measuring", "cli"},
     "synthetic": {"synthetic", "cli"},
     "torch": {"torch", "transformers", "vllm"},

@@ -17,7 +17,7 @@ from ktmoe.machine import environment
 from ktmoe.messages import install
 
 #: What the extra `cli` installs, by the names of its modules.
-EXTRA = {"click", "rich", "tomli_w"}
+EXTRA = {"click", "packaging", "rich", "tomli_w"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ktmoe.cli import measurements, units
 from ktmoe.loaders.naming import listed
+from ktmoe.messages import printable
 
 if TYPE_CHECKING:
     from ktmoe.transformers.accuracy import Accuracy, Run
@@ -23,40 +24,43 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 _DEFINITIONS = (
     "perplexity: exp of the mean negative log-likelihood of the scored tokens",
-    "ln ratio: ln(perplexity / perplexity of bf16), the log-likelihood that a token loses",
-    "KL: mean divergence of the next token's distribution from that of bf16",
-    "same top: how often the likeliest token is that of bf16",
+    "ln ratio: ln(perplexity / perplexity of {exact}), the log-likelihood that a token loses",
+    "KL: mean divergence of the next token's distribution from that of {exact}",
+    "same top: how often the likeliest token is that of {exact}",
     "±: standard error over windows",
 )
 _LAYER_DEFINITIONS = (
-    "layers: ||y - y of bf16|| / ||y of bf16|| over {sampled} of the text, and the largest of a token;",
-    "  each layer gets what enters it with bf16",
-    "layers, bf16: the same beside float64 for {checked}; of bound: above 100% is wrong",
+    "layers: ||y - y of {exact}|| / ||y of {exact}|| over {sampled} of the text, and the largest of a token;",
+    "  each layer gets what enters it with {exact}",
+    "layers, {column}: the same beside float64 for {checked}; of bound: above 100% is wrong",
 )
 
 
-def show(found: Accuracy) -> None:
-    """Print tables of 80 columns, each with bf16 and up to two other modes, and what they mean."""
+def show(found: Accuracy, models: list[str]) -> None:
+    """Print tables of 80 columns, each with the exact run and up to two others, and what they mean. models: lines that name
+    them, where there are two."""
     console = measurements.console()
     scored = int(found.runs[0].scores.tokens.sum())
     cut = f"{units.count(len(found.windows), 'window')} of {found.context}, a new one every {found.context // 2}"
     for runs in _beside(found):
         console.print(_table(found, runs))
-    lines = [f"text: {units.count(found.tokens, 'token')}, {scored} of them scored; {cut}"]
+    column = found.runs[0].mode.label
+    exact = "the original" if found.runs[0].mode.model else column
+    lines = [*map(printable, models), f"text: {units.count(found.tokens, 'token')}, {scored} of them scored; {cut}"]
     for run in found.runs:
         lines.append(f"{run.mode.label}: backend {', '.join(run.backends)}; loaded in {run.load_seconds:.1f} s")
     if len(found.runs) == 1:
         lines.append("nothing to compare: no other mode was asked for, or the backend has none for these weights")
-    lines += _DEFINITIONS
+    lines += [line.format(exact=exact) for line in _DEFINITIONS]
     if found.layers:
         for runs in _beside(found):
             console.print(_layer_table(found, runs))
         sampled = units.count(len(found.layers[0].sample.x), "token")
         checked = units.count(found.layers[0].checked, "token")
-        lines += [line.format(sampled=sampled, checked=checked) for line in _LAYER_DEFINITIONS]
+        lines += [line.format(exact=exact, column=column, sampled=sampled, checked=checked) for line in _LAYER_DEFINITIONS]
         lines += _weights(found)
         lines += [
-            f"WRONG: {layer.name}: an output of bf16 is off by {layer.of_bound:.3g} times its bound"
+            f"WRONG: {layer.name}: an output of {exact} is off by {layer.of_bound:.3g} times its bound"
             for layer in found.layers
             if layer.of_bound > 1
         ]
@@ -82,7 +86,7 @@ def _table(found: Accuracy, runs: list[Run]) -> Table:
         for row, cell in zip(rows.values(), cells, strict=True):
             row.append(cell)
     drawn = Table(box=SIMPLE_HEAD)
-    drawn.add_column("activations")
+    drawn.add_column("model" if found.runs[0].mode.model else "activations")
     for run in runs:
         drawn.add_column(run.mode.label, justify="right")
     for name, cells in rows.items():
@@ -111,9 +115,11 @@ def _layer(module: str) -> int | str:
 
 
 def _weights(found: Accuracy) -> list[str]:
+    """Lines of text: the formats, and what those of the original were rounded to."""
     layers: dict[str, list[int | str]] = {}
-    for layer in found.layers:
-        layers.setdefault(layer.formats, []).append(_layer(layer.name))
+    for number, layer in enumerate(found.layers):
+        rounded = f", rounded: {found.runs[1].formats[number]}" if found.runs[0].mode.model else ""
+        layers.setdefault(layer.formats + rounded, []).append(_layer(layer.name))
     return [f"{listed(having)}: {formats}" for formats, having in layers.items()]
 
 
@@ -142,6 +148,7 @@ def _run_data(found: Accuracy, run: Run) -> dict:
     scores = run.scores
     compared = scores.kl is not None
     return {
+        "model": run.mode.model or None,
         "activations": run.mode.activations,
         "rounding": run.mode.rounding,
         "dense": run.mode.dense,
@@ -169,6 +176,8 @@ def _layer_data(found: Accuracy, number: int) -> dict:
         "exact": {"relative_error": layer.relative, "error_of_bound": layer.of_bound},
         "runs": [
             {
+                "model": run.mode.model or None,
+                "formats": run.formats[number],
                 "activations": run.mode.activations,
                 "rounding": run.mode.rounding,
                 "dense": run.mode.dense,

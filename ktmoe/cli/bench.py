@@ -13,12 +13,12 @@ from ktmoe._native import core
 from ktmoe.backends.base import Arenas
 from ktmoe.backends.choice import choose_backend
 from ktmoe.cache.opened import Cache
-from ktmoe.cli import measurements, options, output, results, units
+from ktmoe.cli import bench_picture, measurements, options, output, results, units
 from ktmoe.cli.measurements import Row, Subject
 from ktmoe.errors import OutOfMemoryError, UnavailableError
 from ktmoe.experts import ExpertWeights
 from ktmoe.loaders import naming
-from ktmoe.machine import memory
+from ktmoe.machine import memory, threads
 from ktmoe.machine.numa import placement_of
 
 #: Tokens of a call.
@@ -51,6 +51,13 @@ reference. `ktmoe demo` compares all backends instead.
 @click.option(
     "--output", "file", metavar="FILE", type=click.Path(dir_okay=False), help="Write a results file, if all is right."
 )
+@click.option(
+    "--picture",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Draw decode beside the read bandwidth and prefill beside the multiply peak: a .png, .svg or .pdf file. It needs "
+    "matplotlib, which the extra picture has.",
+)
 @options.JSON
 def command(
     model: str | None,
@@ -63,10 +70,13 @@ def command(
     top_k: int | None,
     seconds: float,
     file: str | None,
+    picture: str | None,
     as_json: bool,
 ) -> int:
     if file:
         results.check_writable(Path(file))  # before a minute of measuring
+    if picture:
+        bench_picture.check(Path(picture))
     if cache and (model is None or experts):
         raise click.UsageError("--cache needs DIR, and excludes --experts")
     with progress_bar.steps() as step, _layer(model, layer, experts, top_k, cache) as (loaded, top_k, arenas):
@@ -81,6 +91,9 @@ def command(
     right = all(row.right for row in rows)
     if file and right:
         results.write(Path(file), results.results(rows, layer_data))
+    if picture and right:
+        machine = f"{threads.cpu_name()}, {units.count(threads.get_num_threads(), 'thread')}"
+        bench_picture.write(Path(picture), rows, measurements.describe(loaded, top_k), machine)
     if as_json:
         output.print_json(_data(rows, layer_data, left_out, loaded, top_k))
     else:

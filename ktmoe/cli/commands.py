@@ -10,7 +10,7 @@ import ktmoe
 from ktmoe.version import installed_version
 
 #: The commands; each is `command` in the module of that name in this folder.
-COMMANDS = ("config", "inspect", "convert", "merge", "pack", "load", "bench", "demo", "chat", "serve", "accuracy")
+COMMANDS = ("config", "doctor", "inspect", "convert", "merge", "pack", "load", "bench", "demo", "chat", "serve", "accuracy")
 
 EXIT_CODES = """\b
 Exit codes:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ktmoe.machine.system_root import under
+
 CPUINFO = Path("/proc/cpuinfo")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-def cpuinfo(name: str) -> str | None:
-    """A field of /proc/cpuinfo, of the first CPU that has it; None if none has."""
-    for line in CPUINFO.read_text().splitlines():
+def cpuinfo(name: str, root: Path | None = None) -> str | None:
+    """A field of /proc/cpuinfo, of the first CPU that has it; None if none has. root: what stands for /."""
+    for line in under(root, CPUINFO).read_text().splitlines():
         key, colon, value = line.partition(":")
         if colon and key.strip() == name:
             return value.strip()

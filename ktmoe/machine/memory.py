@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ktmoe.errors import OutOfMemoryError
 from ktmoe.machine import cgroup, numa
+from ktmoe.machine.system_root import under
 
 MEMINFO = Path("/proc/meminfo")
 #: The files of a cgroup, by the interface's version: the limit, what is used of it, and memory.stat's names of pages of files,
@@ -18,24 +19,41 @@ _CGROUP_FILES = {
 }
 
 
-def available_bytes() -> int | None:
+def available_bytes(root: Path | None = None) -> int | None:
     """Bytes available without swapping; None where nothing says.
 
     The least of MemAvailable, of what each cgroup's limit leaves, and, if the cpuset allows some nodes' memory only, of theirs.
+    root: the folder that stands for /; None for this system's own.
     """
-    candidates = [_kilobytes(MEMINFO, ("MemAvailable:",)), *(_left(*group) for group in cgroup.folders("memory"))]
-    present, allowed = numa.memory_nodes()
+    candidates = [meminfo("MemAvailable", root), *(_left(*group) for group in cgroup.folders("memory", root))]
+    present, allowed = numa.memory_nodes(root)
     if allowed < present:
-        candidates.append(free_on(allowed))
+        candidates.append(free_on(allowed, root))
     return min((candidate for candidate in candidates if candidate is not None), default=None)
 
 
-def free_on(nodes: Iterable[int]) -> int | None:
+def meminfo(name: str, root: Path | None = None) -> int | None:
+    """A number of /proc/meminfo in bytes; None if it is not there."""
+    return _kilobytes(under(root, MEMINFO), (f"{name}:",))
+
+
+def limit_bytes(root: Path | None = None) -> int | None:
+    """The least memory limit of this process's cgroups; None if none has one."""
+    limits = []
+    for version, folder in cgroup.folders("memory", root):
+        try:
+            limits.append(int((folder / _CGROUP_FILES[version][0]).read_text()))
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+    return min(limits, default=None)
+
+
+def free_on(nodes: Iterable[int], root: Path | None = None) -> int | None:
     """Bytes that NUMA nodes have free or can free without swapping; None where they do not say."""
     free = 0
     for node in nodes:
         names = (f"Node {node} {name}:" for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"))
-        of_node = _kilobytes(numa.NODES / f"node{node}/meminfo", tuple(names))
+        of_node = _kilobytes(under(root, numa.NODES) / f"node{node}/meminfo", tuple(names))
         if of_node is None:
             return None
         free += of_node

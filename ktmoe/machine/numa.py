@@ -15,6 +15,7 @@ from ktmoe.errors import InputError
 from ktmoe.experts import ExpertSpec
 from ktmoe.machine import topology
 from ktmoe.machine.number_lists import listed, numbers, ranges
+from ktmoe.machine.system_root import under
 from ktmoe.messages import show
 
 #: Where Linux says which nodes there are, and which memory this process may use; tests put folders of their own here.
@@ -51,12 +52,16 @@ class Placement:
 UNBOUND = Placement((), ())
 
 
-def memory_nodes() -> tuple[frozenset[int], frozenset[int]]:
-    """Nodes that have memory, and those of them whose memory the cpuset lets this process use; both empty if nothing says."""
-    present = listed(NODES / "has_memory") or listed(NODES / "has_normal_memory")  # the former is younger
+def memory_nodes(root: Path | None = None) -> tuple[frozenset[int], frozenset[int]]:
+    """Nodes that have memory, and those of them whose memory the cpuset lets this process use; both empty if nothing says.
+
+    root: the folder that stands for /; None for this system's own.
+    """
+    nodes = under(root, NODES)
+    present = listed(nodes / "has_memory") or listed(nodes / "has_normal_memory")  # the former is younger
     allowed = present
     try:
-        for line in STATUS.read_text().splitlines():
+        for line in under(root, STATUS).read_text().splitlines():
             if line.startswith("Mems_allowed_list:"):
                 allowed = present & numbers(line.partition(":")[2])
     except (OSError, ValueError):

@@ -25,10 +25,13 @@ def cpu_name() -> str:
     return cpuinfo("model name") or "unknown"
 
 
-def cgroup_quota() -> float:
-    """CPUs' worth of time that the cgroups grant, infinity where none sets a limit (version 2 cpu.max, 1 cfs_quota_us)."""
+def cgroup_quota(root: Path | None = None) -> float:
+    """CPUs' worth of time that the cgroups grant, infinity where none sets a limit (version 2 cpu.max, 1 cfs_quota_us).
+
+    root: the folder that stands for /; None for this system's own.
+    """
     quotas = {2: ("cpu.max",), 1: ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
-    groups = cgroup.folders("cpu")
+    groups = cgroup.folders("cpu", root)
     return min((_ratio(*(folder / file for file in quotas[version])) for version, folder in groups), default=math.inf)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ktmoe.machine.number_lists import listed
+from ktmoe.machine.system_root import under
 
 #: The folder in which Linux says what CPUs share; tests put a folder of their own here.
 CPUS = Path("/sys/devices/system/cpu")
@@ -21,9 +22,9 @@ class Domain(NamedTuple):
     one_a_core: frozenset[int]
 
 
-def cores(cpus: Set[int]) -> list[frozenset[int]]:
-    """The CPUs by physical core; each is a core where the system does not say which are siblings."""
-    return list(_sharing(CPUS, frozenset(cpus), "topology/thread_siblings_list", one=False))
+def cores(cpus: Set[int], root: Path | None = None) -> list[frozenset[int]]:
+    """The CPUs by physical core; each is a core where the system does not say which are siblings. root: what stands for /."""
+    return list(_sharing(under(root, CPUS), frozenset(cpus), "topology/thread_siblings_list", one=False))
 
 
 def domains(cpus: Set[int]) -> tuple[Domain, ...]:

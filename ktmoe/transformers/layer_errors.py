@@ -5,16 +5,17 @@ Errors do not add up along the layers here: every layer gets the exact run's inp
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ktmoe import reference
+from ktmoe.errors import CheckpointError
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
 from ktmoe.matrix import Matrix
+from ktmoe.reference.difference import Difference
 from ktmoe.weights.activation import GatedActivation
 
 #: Tokens of each layer whose outputs are compared. Tokens that are also compared with the float64 reference, which takes about
@@ -37,24 +38,6 @@ class Sample:
         return layer.forward(self.x.float(), self.ids, self.weights).numpy()
 
 
-@dataclass(frozen=True)
-class Difference:
-    """||y - y_exact|| / ||y_exact||: of all tokens at once, and the largest of one token."""
-
-    relative: float
-    largest: float
-
-    @classmethod
-    def of(cls, y: np.ndarray, exact: np.ndarray) -> Difference:
-        """[tokens, hidden]. A token whose exact outputs are all 0 does not count."""
-        y, exact = y.astype(np.float64), exact.astype(np.float64)
-        off, size = np.linalg.norm(y - exact, axis=1), np.linalg.norm(exact, axis=1)
-        off, size = off[size > 0], size[size > 0]
-        if not len(size):
-            return cls(math.nan, math.nan)
-        return cls(float(np.linalg.norm(off) / np.linalg.norm(size)), float((off / size).max()))
-
-
 class LayerErrors:
     """One layer's errors, on a sample of what enters it in the exact run.
 
@@ -66,7 +49,8 @@ class LayerErrors:
     def __init__(self, name: str, layer: MoELayer, activation: GatedActivation, sample: Sample):
         self.name = name
         self.sample = sample
-        self.formats = ", ".join(dict.fromkeys(each.description for each in layer.spec.formats.values()))
+        self.formats = formats_of(layer)
+        self.num_experts, self.hidden, self.intermediate = layer.num_experts, layer.hidden, layer.intermediate
         self._exact = sample.outputs(layer)
         columns = np.unique(np.linspace(0, layer.hidden - 1, COLUMNS).astype(int))
         y = self._exact[:CHECKED, columns]
@@ -86,7 +70,14 @@ class LayerErrors:
         self.relative, self.of_bound = Difference.of(y, expected.y).relative, expected.worst(y)
 
     def difference(self, layer: MoELayer) -> Difference:
-        """The difference that another mode makes to the same layer."""
+        """The difference that another mode makes to the same layer, or other weights of the same shape.
+
+        Raises CheckpointError, which names the layer, if the shape is another.
+        """
+        for name in ("num_experts", "hidden", "intermediate"):
+            found, expected = getattr(layer, name), getattr(self, name)
+            if found != expected:
+                raise CheckpointError(f"{self.name}: {name} is {found}, expected {expected}, as in the original")
         return Difference.of(self.sample.outputs(layer), self._exact)
 
 
@@ -122,6 +113,11 @@ class Sampler:
             rows = torch.from_numpy(self._random.choice(len(x), count, replace=False))
             self._taken[name].append((x[rows].cpu(), ids[rows].cpu(), weights[rows].float().cpu()))
             self._left[name] -= count
+
+
+def formats_of(layer: MoELayer) -> str:
+    """The formats of a layer's weights, in words."""
+    return ", ".join(dict.fromkeys(each.description for each in layer.spec.formats.values()))
 
 
 def weights_of(layer: MoELayer, activation: GatedActivation) -> ExpertWeights:

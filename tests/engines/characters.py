@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -18,3 +19,10 @@ def add_tokenizer(folder: Path) -> None:
 def text(length: int) -> str:
     """A text of so many characters, each a token, the same each time."""
     return "".join(random.Random(5).choices("abcdefghijklmnopqrstuvwxyz ,.\n", k=length))
+
+
+def with_tokenizer(model: Path, folder: Path) -> Path:
+    """The folder, which becomes the model with a tokenizer: copies of its files, since links are not converted."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    add_tokenizer(folder)
+    return folder

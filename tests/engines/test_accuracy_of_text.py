@@ -39,10 +39,7 @@ def folder(checkpoint, tmp_path_factory):
 
     def find(name: str) -> Path:
         if name not in made:
-            made[name] = tmp_path_factory.mktemp("with-tokenizer")
-            for file in checkpoint(name).iterdir():
-                (made[name] / file.name).symlink_to(file)
-            characters.add_tokenizer(made[name])
+            made[name] = characters.with_tokenizer(checkpoint(name), tmp_path_factory.mktemp("with-tokenizer"))
         return made[name]
 
     return find

@@ -9,6 +9,7 @@ import time
 
 import commands
 import engine_models
+import gguf
 import openai
 import pytest
 import whole_gguf
@@ -69,6 +70,28 @@ def test_accuracy(file, tmp_path, run):
     status, out, err = run("accuracy", file, "--text", tmp_path / "text", "--context", "32", "--activations", "bf16", "--json")
     assert status == 0, err
     assert json.loads(out)["path"] == str(file)
+
+
+def test_accuracy_against_the_original(file, tmp_path, run):
+    """A file whose experts are Q8_0, and one that rounds nothing."""
+    model = engine_models.make("qwen3_moe", {"norm_topk_prob": True})
+    folder = engine_models.save(model, tmp_path / "folder")
+    ktmoe.transformers.load_tokenizer(file).save_pretrained(folder)
+    rounded = whole_gguf.write(model, tmp_path / "rounded.gguf", types={"_exps": gguf.GGMLQuantizationType.Q8_0})
+    (tmp_path / "text").write_text(PROMPT * 9)
+    text = ("--text", tmp_path / "text", "--context", "32")
+    errors = {}
+    for path in (rounded, file):
+        status, out, err = run("accuracy", path, "--against", folder, *text, "--json")
+        assert status == 0, err
+        kl, layers = json.loads(out)["runs"][1]["kl"]["mean"], json.loads(out)["layers"]
+        errors[path] = kl, max(layer["runs"][0]["relative_error"] for layer in layers)
+        status, out, err = run("accuracy", path, "--against", folder, "--json")
+        assert status == 0, err
+        assert (max(layer["relative_error"] for layer in json.loads(out)["layers"]) > 0) == (path == rounded)
+    assert errors[file][1] == 0
+    assert 0.001 < errors[rounded][1] < 0.1
+    assert errors[rounded][0] > errors[file][0]
 
 
 def test_experts(file, expected, tmp_path, run):
