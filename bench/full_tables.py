@@ -18,7 +18,8 @@ from bench.explain import Call
 from bench.linear import page as linear
 from bench.models import models
 from bench.peers.formats import FORMATS
-from bench.results_file import LOADING, Results
+from bench.results_file import Results
+from bench.results_schema import LOADING
 from bench.training import report as training_report
 from bench.vllm import dense, servers_report
 from bench.vllm import report as vllm_report

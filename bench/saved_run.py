@@ -8,7 +8,8 @@ import statistics
 from bench import explain, modes
 from bench.linear import page as linear_page
 from bench.models import models
-from bench.results_file import LOADING, Results, ResultsError, check, digits
+from bench.results_file import Results, ResultsError, check, digits
+from bench.results_schema import LOADING
 
 LISTS = {"decode": "decode", "prefill": "prefill"}  # by a layer's work; all other work is "per_expert"
 CALL = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import json
 import os
 import re
@@ -70,7 +71,7 @@ def made(**changed) -> dict:
         "decode": [{"tokens": 1, "ms": 3.5, "gb_s": 22.9, "of_read": 0.74}],
         "per_expert": [{"rows": 24, "experts": 64, "gflop_s": 218.0, "of_peak": 0.97}],
     }
-    day = results_file.datetime.date(2026, 11, 22)
+    day = datetime.date(2026, 11, 22)
     cpu = {"name": "AMD EPYC 9754 128-Core Processor", "family": 25, "model": 160, "threads": 8}
     return {"date": day, "commit": "0123456789", "source": "make bench", "cpu": cpu, "layer": [layer], **changed}
 
@@ -200,7 +201,7 @@ def test_a_saved_run_becomes_a_file(tmp_path):
     way = {**WAY, "weights": "INT4", "scales": "of sums"}
     del way["backend"], way["rounding"]
     assert results.data == {
-        "date": results_file.datetime.date(2026, 11, 22),
+        "date": datetime.date(2026, 11, 22),
         "commit": "012345678",
         "source": "make bench",
         "ktmoe": "0.1.0",
@@ -306,7 +307,7 @@ def test_what_the_peers_took():
     assert of_peers.section(peers_run()) == {
         "weights": "MXFP4",
         "auto": "ktmoe avx2 int16",
-        "date": results_file.datetime.date(2026, 11, 22),
+        "date": datetime.date(2026, 11, 22),
         "commit": "012345678",
         "source": "make bench-peers",
         "experts": 64,

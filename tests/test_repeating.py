@@ -8,7 +8,8 @@ import repeating
 from repeating import Repeat
 
 import bench.soak
-from bench.results_file import SCHEMA, Results, check
+from bench.results_file import Results, check
+from bench.results_schema import SCHEMA
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
 from bench import results_file
 
 FILE = Path(__file__).with_name("results.toml")
 _MEAN = {"mean": float, "standard_error": float}
-_MADE = {"date": results_file.datetime.date, "commit": str}
+_MADE = {"date": datetime.date, "commit": str}
 SCHEMA = {
     "layer": {
         **_MADE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ktmoe._native import core
 FOLDER = Path(__file__).with_name("machines")
 SCHEMA = {
     "machine": str,
-    "date": results_file.datetime.date,
+    "date": datetime.date,
     "commit": str,
     "threads": int,
     "read_gb_s": {str: float},

@@ -5,6 +5,7 @@ What was simulated is not in git: `make simulation` writes it again.
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
 from bench import results_file
@@ -12,7 +13,7 @@ from bench import results_file
 FOLDER = Path(__file__).with_name("results")
 SHARES = ("efficiency", "dispatch", "idle", "before", "dealing", "gates", "end")
 SIMULATED = {
-    "date": results_file.datetime.date,
+    "date": datetime.date,
     "commit": str,
     "machine": str,
     "bandwidth_gb_s": float,
@@ -30,7 +31,7 @@ SIMULATED = {
     ],
 }
 CHECKED = {
-    "date": results_file.datetime.date,
+    "date": datetime.date,
     "commit": str,
     "machine": str,
     "rounds": int,
