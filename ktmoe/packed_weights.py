@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import ClassVar, Self
+from typing import ClassVar, NoReturn, Self, SupportsIndex
 
 from ktmoe import backends
 from ktmoe.backends.base import TUNED_FOR, Arenas, Backend, Packed, PackedMatrix, Plan, Progress
@@ -46,7 +46,7 @@ class PackedWeights(ABC):
 
     @staticmethod
     @abstractmethod
-    def _packed_by(chosen: Backend, weights: Weights, plan: Plan, progress: Progress | None, arenas: Arenas | None):
+    def _packed_by(chosen: Backend, weights: Weights, plan: Plan, progress: Progress | None, arenas: Arenas | None) -> None:
         """What a backend packs the weights into, or makes of arenas."""
 
     def _pack(
@@ -91,7 +91,13 @@ class PackedWeights(ABC):
         self.packed, self.rounding, self.nbytes = packed, packed.rounding, packed.nbytes
 
     def close(self) -> None:
-        """Give the memory back, after calls that are running. A second call does nothing."""
+        """Give the memory back, after calls that are running. A second call does nothing.
+
+        Examples:
+            >>> layer.close()
+            >>> layer.packed is None
+            True
+        """
         packed, self.packed = self.packed, None
         if packed is not None and self._closing.acquire(blocking=False):  # of threads that close it at once, one does
             packed.close()
@@ -99,10 +105,10 @@ class PackedWeights(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         kind = type(self).__name__
         raise NotCopyableError(
             f"{self.name}: a {kind} cannot be copied or pickled, since its packed weights are memory of this process. "

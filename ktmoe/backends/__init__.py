@@ -11,10 +11,20 @@ names = registry.names
 
 
 def ranked() -> list[str]:
-    """All names, best first, whether or not they can run here."""
+    """All names, best first, whether or not they can run here.
+
+    Examples:
+        >>> sorted(ktmoe.backends.ranked()) == ktmoe.backends.names()
+        True
+    """
     return sorted(names(), key=lambda name: -get(name).rank)
 
 
 def available() -> list[str]:
-    """Names of the backends that can run on this CPU, best first."""
+    """Names of the backends that can run on this CPU, best first.
+
+    Examples:
+        >>> layer.backend in ktmoe.backends.available()
+        True
+    """
     return [name for name in ranked() if isinstance(get(name).lookup(), Found)]

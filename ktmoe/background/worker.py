@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from ktmoe import forks
 from ktmoe.errors import thread_for
@@ -19,7 +20,7 @@ class Worker:
         self.after_fork()
         forks.watch(self)
 
-    def submit(self, job: Callable, *arguments: object) -> Future:
+    def submit(self, job: Callable[..., Any], *arguments: object) -> Future[Any]:
         """Queue a job. Raises UnavailableError if the thread cannot be started; the job is dropped then."""
         with self._lock:
             executor = self._executor or ThreadPoolExecutor(1, self._name, numa.unpin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -131,7 +132,9 @@ def _job(
     return Job(nbytes, lambda: make(projections), layer)
 
 
-def _rounded(experts: ExpertWeights, number: int, projections: tuple[str, ...], quantizer: Quantizer) -> tuple[dict, Error]:
+def _rounded(
+    experts: ExpertWeights, number: int, projections: tuple[str, ...], quantizer: Quantizer
+) -> tuple[dict[str, Any], Error]:
     """Matrices by projection. Where a matrix has a factor, gate and up have the same one, since engines compute them as one."""
     matrices = {projection: experts.matrix(number, projection) for projection in projections}
     factor, largest = quantizer.format.factor, None

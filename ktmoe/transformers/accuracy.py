@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
@@ -87,18 +88,18 @@ class Accuracy:
 
 
 def accuracy(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     text: str,
     *,
     backend: str = "auto",
     activations: Sequence[str] | None = None,
     rounding: str = "exact",
     dense: str = "packed",
-    experts: str | os.PathLike | None = None,
+    experts: str | os.PathLike[str] | None = None,
     tokens: int | None = None,
     context: int = 512,
     layers: bool = True,
-    step: Callable,
+    step: Callable[..., Any],
 ) -> Accuracy:
     """Run a text through a checkpoint's model, exactly and with each activation mode. path: as load() has it.
 
@@ -122,11 +123,11 @@ def _accuracy(
     activations: Sequence[str] | None,
     rounding: str,
     dense: str,
-    experts: str | os.PathLike | None,
+    experts: str | os.PathLike[str] | None,
     tokens: int | None,
     context: int,
     layers: bool,
-    step: Callable,
+    step: Callable[..., Any],
 ) -> Accuracy:
     config = AutoConfig.from_pretrained(folder).get_text_config()
     read = _tokens(folder, text, config)[:tokens]
@@ -147,10 +148,10 @@ class _Work:
 
     folder: Path
     backend: str
-    experts: str | os.PathLike | None
+    experts: str | os.PathLike[str] | None
     tokens: torch.Tensor
     windows: list[Window]
-    step: Callable
+    step: Callable[..., Any]
 
     def exact(
         self, logits: Logits, vocabulary: int, activations: Sequence[str] | None, rounding: str, dense: str, layers: bool

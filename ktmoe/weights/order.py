@@ -105,6 +105,10 @@ class Order(SourceOrder):
     nibbles: nibble i of a dword, from its lowest bits up, is code nibbles[i] of its eight.
     4-bit rows: uint8 [n, k/2]. Along k, transposed: int32 [k/8, n]. Along n, transposed: int32 [k, n/8].
     Codes of 8 and 16 bits are an item each: [n, k], or, along n and transposed, [k, n]. They have no other order.
+
+    Examples:
+        >>> ktmoe.uint4(128, order=ktmoe.weights.order.AWQ).arrays(256, 128)["codes"]
+        (dtype('int32'), (128, 32))
     """
 
     name: str
