@@ -13,7 +13,7 @@ linear are what load_experts(), load_matrix() and Linear give. What an example's
 Importing starts no thread and changes no state of the process, but for handlers that run when it forks.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ktmoe import backends, loaders, quantization
 from ktmoe.config import get_include, show_config
@@ -39,7 +39,6 @@ from ktmoe.weights.formats import (
     MXFP8,
     Factor,
     Minimum,
-    Scale,
     WeightFormat,
     ZeroPoint,
     fp8,
@@ -49,6 +48,7 @@ from ktmoe.weights.formats import (
     uint4,
 )
 from ktmoe.weights.order import Order
+from ktmoe.weights.scales import Scale
 
 __all__ = [
     "BF16",
@@ -92,10 +92,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return installed_version()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__version__: str
+
+if not TYPE_CHECKING:  # for a type checker, a module with __getattr__ has every name
+
+    def __getattr__(name: str) -> str:
+        if name == "__version__":
+            return installed_version()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class ExpertSpec(WeightSpec):
     formats: the WeightFormat of each projection (the same for all experts). name: what messages call this layer.
     """
 
-    projections: ClassVar = PROJECTIONS
+    projections: ClassVar[tuple[str, ...]] = PROJECTIONS
 
     def shape(self, projection: str) -> tuple[int, int]:
         """(n, k) of a projection's matrices.
@@ -164,7 +164,7 @@ class ExpertWeights(ExpertSpec):
             ExpertWeights('experts', 8 experts, hidden=64, intermediate=64, E2M1 with ue8m0 scales per 1x32)
         """
         labels = tuple(format.arrays(8, 8))
-        given = {}
+        given: dict[str, dict[str, Any]] = {}
         for projection, arrays in zip(PROJECTIONS, (gate, up, down), strict=True):
             arrays = arrays if isinstance(arrays, tuple) else (arrays,)
             if len(arrays) != len(labels):

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -147,7 +148,12 @@ class MoELayer(PackedWeights):
             experts = find_loader(checkpoint, loader, layer).load(checkpoint, layer)
             if physical_to_logical is not None:
                 experts = experts.take(physical_to_logical)
-            options = {"rounding": rounding, "tuned_for": tuned_for, "router_weight": router_weight, "numa_nodes": numa_nodes}
+            options: dict[str, Any] = {
+                "rounding": rounding,
+                "tuned_for": tuned_for,
+                "router_weight": router_weight,
+                "numa_nodes": numa_nodes,
+            }
             if shared is not None:
                 _refuse_with_shared("cache", cache)
             if cache is not None:

@@ -22,7 +22,7 @@ def checked(x: Any, shape: tuple[int | None, ...], name: str = "x") -> FloatArra
     return given
 
 
-def items_of(value: Any) -> tuple[Any, ...] | None:
+def items_of(value: Any) -> Any:
     """The items of what has some; None for anything else."""
     try:
         return tuple(value)

@@ -129,7 +129,7 @@ class MoEModel:
             else:
                 packed = [_packed_nbytes(chosen[name], own[name], numa_nodes) for name in names]
                 _require_memory(path, packed, experts.values())
-            options = {
+            options: dict[str, Any] = {
                 "rounding": rounding,
                 "tuned_for": tuned_for,
                 "router_weight": router_weight,

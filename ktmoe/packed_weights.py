@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import ClassVar, NoReturn, Self, SupportsIndex
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
 
 from ktmoe import backends
 from ktmoe.backends.base import TUNED_FOR, Arenas, Backend, Packed, PackedMatrix, Plan, Progress
@@ -31,7 +31,7 @@ class PackedWeights(ABC):
     """
 
     #: What a backend packs them into.
-    _kind: ClassVar[type]
+    _kind: ClassVar[type[Any]]
 
     spec: WeightSpec
     name: str
@@ -46,7 +46,7 @@ class PackedWeights(ABC):
 
     @staticmethod
     @abstractmethod
-    def _packed_by(chosen: Backend, weights: Weights, plan: Plan, progress: Progress | None, arenas: Arenas | None) -> None:
+    def _packed_by(chosen: Backend, weights: Any, plan: Plan, progress: Progress | None, arenas: Arenas | None) -> Any:
         """What a backend packs the weights into, or makes of arenas."""
 
     def _pack(

@@ -7,7 +7,7 @@ import pkgutil
 import threading
 import warnings
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ktmoe import forks
 from ktmoe.errors import InputError, UnknownNameError
@@ -30,7 +30,7 @@ class Registry(Generic[T]):
         (True, 'int16')
     """
 
-    def __init__(self, kind: str, package: str, group: str, base: type = object):
+    def __init__(self, kind: str, package: str, group: str, base: type[Any] = object):
         self._kind = kind
         self._package = package
         self._group = group
@@ -106,7 +106,7 @@ class Registry(Generic[T]):
         plugins = self._plugins.copy()  # at once: another thread may take one out
         return [plugins[name] for name in sorted(plugins)]
 
-    def _checked(self, name: str, plugin: object) -> T:
+    def _checked(self, name: str, plugin: Any) -> T:
         if not isinstance(plugin, self._base):
             base = f"{self._base.__module__}.{self._base.__qualname__}"
             raise InputError(f"{self._kind} {name!r} must be an instance of a class that inherits {base}, found {show(plugin)}")

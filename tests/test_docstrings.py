@@ -31,7 +31,7 @@ def test_what_is_public_is_found():
     """Functions, classes, their own methods and inherited ones; methods of an object that a module gives a name."""
     names = {f"{module}.{name}" for module, name, _ in PUBLIC}
     assert {"ktmoe.MoELayer", "ktmoe.MoELayer.forward", "ktmoe.Linear.close", "ktmoe.fp8"} <= names
-    assert {"ktmoe.MoEModel.from_checkpoint", "ktmoe.loaders.register", "ktmoe.synthetic.write_awq"} <= names
+    assert {"ktmoe.MoEModel.from_checkpoint", "ktmoe.backends.register", "ktmoe.synthetic.write_awq"} <= names
     assert not [name for name in names if name.rpartition(".")[2].startswith("_")]
     assert len(names) == len(PUBLIC) > 150
 

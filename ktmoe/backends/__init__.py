@@ -3,6 +3,8 @@
 from ktmoe.backends.base import Backend, Found
 from ktmoe.registry import Registry
 
+__all__ = ["Backend", "Found", "available", "get", "names", "ranked", "register", "registry", "unregister"]
+
 registry: Registry[Backend] = Registry("backend", __name__, "ktmoe.backends", Backend)
 register = registry.register
 unregister = registry.unregister

@@ -23,7 +23,7 @@ TUNED_FOR = ("decode", "prefill")
 #: Activation modes that a user has to name, since they round too much to be anybody's default: "auto" passes over them.
 NEVER_AUTO = frozenset({"int8", *MX})
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], object]
 #: The checkpoint's bytes of some matrices: by projection, the arrays of WeightFormat.arrays() by name.
 Stored = Mapping[str, Mapping[str, np.ndarray]]
 

@@ -17,6 +17,7 @@ class Worker:
 
     def __init__(self, name: str):
         self._name = name
+        self._executor: ThreadPoolExecutor | None
         self.after_fork()
         forks.watch(self)
 
@@ -37,7 +38,7 @@ class Worker:
     def after_fork(self) -> None:
         """The thread and what it was about to do are the parent's."""
         self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor = None
 
 
 #: The thread of submit(), whatever it is of: jobs run in the order of submission.

@@ -12,7 +12,7 @@ from ktmoe.conversion.storage import Storage
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.files.safetensors_writer import item_bytes, nbytes_of
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.safetensors_file import TensorInfo
+from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.quantization import Error, Quantizer
 
 #: Bytes of a tensor that are copied at a time.

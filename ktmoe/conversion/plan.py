@@ -17,8 +17,8 @@ from ktmoe.conversion.storage import DEEPSEEK_V4, Storage, storage
 from ktmoe.errors import FormatError, InputError, MissingTensorError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.loaders import naming
-from ktmoe.loaders.base import find_loader, load_layers
-from ktmoe.loaders.safetensors_file import TensorInfo
+from ktmoe.loaders.base import Loader, find_loader, load_layers
+from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.messages import show
 from ktmoe.quantization import Quantizer
 from ktmoe.weights.elements import INT8, INT8_PLUS_128
@@ -119,7 +119,7 @@ def _check(experts: ExpertWeights, quantizer: Quantizer, requantize: bool) -> No
             )
 
 
-def _storages(source: Source, quantizer: Quantizer, readers: dict[str, Any], rest: list[TensorInfo]) -> Storage | None:
+def _storages(source: Source, quantizer: Quantizer, readers: dict[int | str, Loader], rest: list[TensorInfo]) -> Storage | None:
     """How all experts are stored; None: as gpt-oss has MXFP4. Raises FormatError for formats that a model cannot have."""
     kinds = {reader is loaders.get("gpt_oss") for reader in readers.values()}
     if kinds == {True} and quantizer.format == MXFP4:

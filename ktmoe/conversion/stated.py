@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from ktmoe.conversion.storage import DEEPSEEK_V4, Storage
-from ktmoe.loaders.safetensors_file import TensorInfo
+from ktmoe.loaders.tensor_file import TensorInfo
 
 _STEMS = "gate_proj|up_proj|down_proj|w1|w2|w3"
 #: What the name of a module within an expert has behind the experts' own.

@@ -145,7 +145,7 @@ class Division:
             load[rank] += 1
         return owner
 
-    def _experts_of(self, shard: int) -> np.ndarray:
+    def _experts_of(self, shard: int | np.integer) -> np.ndarray:
         return np.flatnonzero(self.group_of[:-1] == shard // self.cut)
 
     def _able(self, ids: np.ndarray) -> np.ndarray:

@@ -112,7 +112,7 @@ class Distribution:
         """
         return [part.weights for part in parts_of(experts, self.division(experts, layer), self.communicator.rank)]
 
-    def __deepcopy__(self, memo: dict[str, Any]) -> Distribution:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Distribution:
         """The same object: copies of a model share its connections."""
         return self
 

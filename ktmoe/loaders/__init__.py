@@ -4,6 +4,8 @@ from typing import Any
 
 from ktmoe.registry import Registry
 
+__all__ = ["get", "names", "register", "registry", "unregister"]
+
 registry: Registry[Any] = Registry("loader", __name__, "ktmoe.loaders")
 register = registry.register
 unregister = registry.unregister

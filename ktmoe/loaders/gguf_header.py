@@ -181,7 +181,7 @@ class GgufHeader:
             raise CheckpointError(f"{self._path}: {what}: expected at most {most}, found {count}")
         return count
 
-    def _number(self, code: str, what: str) -> int | float:
+    def _number(self, code: str, what: str) -> Any:
         return struct.unpack(code, self._take(struct.calcsize(code), what))[0]
 
     def _take(self, count: int, what: str) -> bytes:

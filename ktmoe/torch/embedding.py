@@ -63,6 +63,6 @@ class DenseEmbedding(torch.nn.Module):
             )
         return super().__getattr__(name)
 
-    def __deepcopy__(self, memo: dict[str, Any]) -> DenseEmbedding:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DenseEmbedding:
         """As any module's, but for the Linear, which copies share."""
         return copied(self, memo, self.linear)

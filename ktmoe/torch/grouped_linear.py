@@ -71,7 +71,7 @@ class DenseGroupedLinear(LinearWithoutWeight):
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, n_groups={self.n_groups}"
         return f"{sizes}, {first.format.description}"
 
-    def __deepcopy__(self, memo: dict[str, Any]) -> DenseGroupedLinear:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DenseGroupedLinear:
         """As any module's, but for the group, which copies share."""
         return copied(self, memo, self.group)
 

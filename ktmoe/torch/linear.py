@@ -77,7 +77,7 @@ class DenseLinear(LinearWithoutWeight):
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.linear.format.description}"
 
-    def __deepcopy__(self, memo: dict[str, Any]) -> DenseLinear:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DenseLinear:
         """As any module's, but for the Linear, which copies share, and what computes it together with others."""
         return copied(self, memo, self.linear, self._shared)
 
@@ -128,7 +128,7 @@ def on_cpu(product: Any, x: torch.Tensor, inputs: tuple[int, ...], outputs: tupl
     return product(given).to(x)
 
 
-def copied(module: torch.nn.Module, memo: dict[str, Any], *kept: Any) -> Any:
+def copied(module: torch.nn.Module, memo: dict[int, Any], *kept: Any) -> Any:
     """copy.deepcopy() of a module, but for what copies share."""
     memo.update({id(each): each for each in kept})
     memo[id(module)] = other = type(module).__new__(type(module))

@@ -83,7 +83,7 @@ class Training:
         """The layer's ExpertSpec."""
         return self.layer.spec
 
-    def __deepcopy__(self, memo: dict[str, Any]) -> Training:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Training:
         """The same object: it has nothing of its own, and copies of a module share its layer."""
         return self
 
@@ -238,9 +238,7 @@ def _zeros(lora: Lora) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return {projection: tuple(np.zeros(array.shape, np.float32) for array in pair) for projection, pair in lora.pairs.items()}
 
 
-def _checked_targets(
-    lora: Lora, into: Mapping[str, tuple[AnyArray, AnyArray]], others: list[np.ndarray]
-) -> dict[str, tuple[np.ndarray, ...]]:
+def _checked_targets(lora: Lora, into: Mapping[str, tuple[AnyArray, AnyArray]], others: list[np.ndarray]) -> dict[str, Any]:
     """The arrays that an adapter's gradients go to, float32. others: what is read meanwhile. Raises InputError."""
     if not isinstance(into, Mapping) or set(into) != set(lora.projections):
         raise InputError(f"into must have (da, db) for {', '.join(lora.projections)}, found {show(into)}")

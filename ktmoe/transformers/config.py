@@ -94,7 +94,7 @@ class Config(QuantizationConfigMixin):
     def _paths(self) -> dict[str, str | os.PathLike[str] | None]:
         return {"path": self.path, "experts": self.experts}
 
-    def __deepcopy__(self, memo: dict[str, Any]) -> Config:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Config:
         """The same object, since nothing changes it: transformers copies configs, and a progress bar cannot be copied."""
         return self
 

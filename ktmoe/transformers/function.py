@@ -169,7 +169,7 @@ _first_call = _FirstCall()
 def _without(kind: type, parameters: tuple[str, ...]) -> type:
     """The same class, but for parameters that are gone: asking for one says why. torch's parametrize() does it like this."""
 
-    def gone(self) -> None:
+    def gone(self: Any) -> None:
         raise UnavailableError(
             f"{kind.__name__}: its parameters were freed when ktmoe packed them; load the model again for another "
             "experts_implementation"

@@ -31,7 +31,7 @@ EXACT = ("packed", "torch")
 #: What `dense` may be: one of these, or the format that packed matrices are rounded to.
 DENSE = (*EXACT, *TARGETS)
 #: Of formats to round dense matrices to, what shares a scale where it is not the format's own. INT8 as in ggml's Q8_0.
-_GROUPS = {"int8": {"group": 32, "scales": "fp16"}}
+_GROUPS: dict[str, dict[str, Any]] = {"int8": {"group": 32, "scales": "fp16"}}
 #: Matrices whose weights have fewer bits are not rounded.
 _FROM_BITS = 16
 

@@ -138,7 +138,7 @@ class Order(SourceOrder):
         return (math.lcm(rows, 8), columns) if components.points and self.transposed else (rows, columns)
 
     def arrays(self, components: Components, n: int, k: int) -> Shapes:
-        arrays = {"codes": (self._codes_dtype(components.element), self._codes_shape(components.element, n, k))}
+        arrays: Shapes = {"codes": (self._codes_dtype(components.element), self._codes_shape(components.element, n, k))}
         for label, scale in components.scales.items():
             rows, columns = scale.shape(n, k)
             arrays[label] = scale.dtype, (columns, rows) if self.transposed else (rows, columns)
