@@ -27,7 +27,7 @@ from ktmoe.messages import show
 from ktmoe.packed_weights import PackedWeights
 
 
-class MoELayer(PackedWeights):
+class MoELayer(PackedWeights[Packed]):
     """The routed experts of one layer, and shared ones if given, packed for one backend.
 
     experts: ExpertWeights, from a loader or from arrays; read once, here.
@@ -69,7 +69,6 @@ class MoELayer(PackedWeights):
     _kind = Packed
 
     spec: ExpertSpec
-    packed: Packed | None
     expert_mask: np.ndarray
 
     def __init__(
@@ -246,6 +245,7 @@ class MoELayer(PackedWeights):
         self._packed_spec.check_expert(expert)
         parts = operator.index(parts)
         one = self.spec.part(parts, "parts")
+        part: Any  # of out, then of matrices
         if out is None:
             out = [{p: one.formats[p].empty(*one.shape(p)) for p in PROJECTIONS} for _ in range(parts)]
         elif len(out) != parts:

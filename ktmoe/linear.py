@@ -31,7 +31,7 @@ from ktmoe.weights.formats import WeightFormat
 T = TypeVar("T")
 
 
-class Linear(PackedWeights):
+class Linear(PackedWeights[PackedMatrix]):
     """A dense matrix, packed for one backend: y = x W^T + b.
 
     matrix: Matrix [n, k] in any WeightFormat; ktmoe.load_matrix() reads one of a checkpoint. Its bias is b. Or LinearWeights,
@@ -61,7 +61,6 @@ class Linear(PackedWeights):
     _kind = PackedMatrix
 
     spec: LinearSpec
-    packed: PackedMatrix | None
     shape: tuple[int, int]
     format: WeightFormat
 
@@ -264,7 +263,7 @@ def compute(
 ) -> None:
     """Write y of each Linear into its out. columns: of x, the first one that each takes. dispatches: which of the Linears are
     computed at once, which lie on the same NUMA nodes."""
-    packed = [linear._open_for("forward") for linear in linears]  # all, before anything is written
+    packed: list[Any] = [linear._open_for("forward") for linear in linears]  # all, before anything is written
     if not x.shape[0]:
         return
     x = arrays.contiguous(x)
@@ -289,7 +288,7 @@ def differentiate(
     dispatches: Sequence[Sequence[int]],
 ) -> None:
     """The gradients of what linears take, or their sum where outs has one array, rounded once. dispatches: see compute()."""
-    packed = [linear._open_for("backward") for linear in linears]
+    packed: list[Any] = [linear._open_for("backward") for linear in linears]
     native = all(isinstance(each, core.PackedLinear) for each in packed)
     if native and len(dispatches) == 1:
         core.linear_backward(packed, grads, outs)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ktmoe import arrays
 from ktmoe._native import core
-from ktmoe.arrays import AnyArray
+from ktmoe.arrays import AnyArray, FloatArray
 from ktmoe.backends.base import Progress
 from ktmoe.background.worker import jobs
 from ktmoe.errors import InputError
@@ -218,7 +218,8 @@ class LinearGroup:
         of_each = items_of(grads)
         if of_each is None or len(of_each) != count:
             raise InputError(f"grads must be a sequence of {count} arrays, found {show(grads)}")
-        tokens, each = None, {}
+        tokens: Any = None
+        each: dict[str, FloatArray] = {}
         for i, (grad, linear) in enumerate(zip(of_each, self.linears, strict=True)):
             each[f"grads[{i}]"] = given = checked(grad, (tokens, linear.shape[0]), f"grads[{i}]")
             tokens, first = given.array.shape[0], each["grads[0]"]

@@ -105,7 +105,7 @@ class MoEModel:
             checkpoint = resources.enter_context(Checkpoint(path))
             opened = None if cache is None else open_cache(cache, checkpoint, physical_to_logical)
             everything = opened.all_layers if opened else None
-            names = _names(layers) if layers is not None else everything
+            names: Any = _names(layers) if layers is not None else everything
             if opened:
                 experts = opened.experts(checkpoint, names, loader)
             else:
@@ -157,7 +157,7 @@ class MoEModel:
             raise MissingTensorError(f"{self.path}: layer {show(layer)}: expected one of {naming.listed(self.layers)}")
         return self._loading.get(naming.layer_key(layer))
 
-    def __contains__(self, layer: object) -> bool:
+    def __contains__(self, layer: Any) -> bool:
         try:
             return naming.layer_key(layer) in self.layers
         except TypeError:  # nothing that names a layer

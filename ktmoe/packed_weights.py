@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
+from typing import Any, ClassVar, Generic, NoReturn, Self, SupportsIndex, TypeVar
 
 from ktmoe import backends
 from ktmoe.backends.base import TUNED_FOR, Arenas, Backend, Packed, PackedMatrix, Plan, Progress
@@ -22,7 +22,11 @@ from ktmoe.weights.folding import ROUNDING
 Weights = ExpertWeights | LinearWeights
 
 
-class PackedWeights(ABC):
+#: What a backend packs the weights into.
+P = TypeVar("P", Packed, PackedMatrix)
+
+
+class PackedWeights(ABC, Generic[P]):
     """What a MoELayer and a Linear have in common: a backend that has packed them, and an end.
 
     spec: what the weights are. name: theirs, for messages. backend, activations, tuned_for: as they were chosen. placement: the
@@ -39,7 +43,7 @@ class PackedWeights(ABC):
     activations: str
     tuned_for: str
     placement: Placement
-    packed: Packed | PackedMatrix | None
+    packed: P | None
     mapped: bool
     nbytes: int
     rounding: str
@@ -128,7 +132,7 @@ class PackedWeights(ABC):
         """What the weights are, for repr()."""
         return self.spec.description
 
-    def _open_for(self, doing: str) -> Packed | PackedMatrix:
+    def _open_for(self, doing: str) -> P:
         """What the backend packed. Raises ClosedError, which says what was to be done."""
         packed = self.packed  # once: close() may come from another thread
         if packed is None:
