@@ -111,9 +111,10 @@ simulation: $(STAMPS)/native $(STAMPS)/bench ## layer calls simulated on up to 1
 results: $(STAMPS)/native $(STAMPS)/bench ## the last saved benchmarks into bench/results and docs; ARGS="7": number 7; ARGS=--show prints all tables
 	@$(PY) -m bench.publish $(ARGS)
 
-lint: $(STAMPS)/lint ## ruff, clang-format, and the C compiled with warnings as errors
+lint: $(STAMPS)/base $(STAMPS)/lint ## ruff, mypy --strict, clang-format, and the C compiled with warnings as errors
 	@$(PY) -m ruff check -q .
 	@$(PY) -m ruff format -q --check .
+	@$(PY) -m mypy
 	@$(PY) tools/lint_c.py
 
 format: $(STAMPS)/lint ## rewrite the sources as lint wants them

@@ -7,8 +7,13 @@
         ids, weights = np.array([[0, 1, 2, 3]]), np.full((1, 4), 0.25, np.float32)  # the router's: [tokens, top_k]
         y = layer.forward(x, ids, weights)                                       # [tokens, hidden]
 
+The examples of docstrings go on from this one: x, ids and weights are those above, and layer is open. experts, matrix and
+linear are what load_experts(), load_matrix() and Linear give. What an example's own package exports is imported by name.
+
 Importing starts no thread and changes no state of the process, but for handlers that run when it forks.
 """
+
+from typing import TYPE_CHECKING
 
 from ktmoe import backends, loaders, quantization
 from ktmoe.config import get_include, show_config
@@ -34,7 +39,6 @@ from ktmoe.weights.formats import (
     MXFP8,
     Factor,
     Minimum,
-    Scale,
     WeightFormat,
     ZeroPoint,
     fp8,
@@ -44,6 +48,7 @@ from ktmoe.weights.formats import (
     uint4,
 )
 from ktmoe.weights.order import Order
+from ktmoe.weights.scales import Scale
 
 __all__ = [
     "BF16",
@@ -87,10 +92,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
-    if name == "__version__":
-        return installed_version()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__version__: str
+
+if not TYPE_CHECKING:  # for a type checker, a module with __getattr__ has every name
+
+    def __getattr__(name: str) -> str:
+        if name == "__version__":
+            return installed_version()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -12,8 +13,19 @@ import numpy as np
 from ktmoe.errors import InputError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+A = TypeVar("A", bound="AnyArray")
 _KIND_OF = {np.dtype(np.uint16): "uint16 array", np.dtype(np.float32): "float32 array"}  # str(dtype) is 12 calls of Python
 _KINDS = "bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, float32, or a torch CPU tensor of bfloat16 or float32"
+
+
+class AnyArray(Protocol):
+    """What functions take for numbers: a numpy array or a torch CPU tensor. It is for type checkers alone."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -23,10 +35,10 @@ class FloatArray:
 
     array: np.ndarray
     kind: str
-    restore: Callable[[np.ndarray], object]
+    restore: Callable[[np.ndarray], Any]
 
 
-def view(value, name: str) -> FloatArray:
+def view(value: Any, name: str) -> FloatArray:
     """Raises InputError for any other type or dtype."""
     if isinstance(value, np.ndarray):
         if value.dtype == BF16:
@@ -39,13 +51,13 @@ def view(value, name: str) -> FloatArray:
     raise InputError(f"{name} must be {_KINDS}; found {type(value).__name__}")
 
 
-def is_torch(value) -> bool:
+def is_torch(value: Any) -> bool:
     """Whether value is a torch tensor; torch is not imported for it."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _view_torch(tensor, name: str) -> FloatArray:
+def _view_torch(tensor: Any, name: str) -> FloatArray:
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu":
         raise InputError(f"{name} must be on the CPU; found a torch tensor on {tensor.device}")
@@ -59,7 +71,7 @@ def _view_torch(tensor, name: str) -> FloatArray:
     raise InputError(f"{name} must be {_KINDS}; found a torch tensor of {tensor.dtype}")
 
 
-def _torch_to_numpy(tensor, name: str, dtype=None) -> np.ndarray:
+def _torch_to_numpy(tensor: Any, name: str, dtype: Any = None) -> np.ndarray:
     """dtype: of torch, of the same size, that the items are taken for."""
     try:
         return (tensor if dtype is None else tensor.view(dtype)).numpy()
@@ -67,12 +79,12 @@ def _torch_to_numpy(tensor, name: str, dtype=None) -> np.ndarray:
         raise InputError(f"{name}: numpy cannot view a torch tensor of {tensor.dtype}, {tensor.layout}: {error}") from None
 
 
-def float32_like(x) -> Callable[[np.ndarray], object]:
+def float32_like(x: Any) -> Callable[[np.ndarray], Any]:
     """Turns a float32 array into one of x's library, sharing memory."""
     return sys.modules["torch"].from_numpy if is_torch(x) else lambda array: array
 
 
-def bfloat16_like(x) -> Callable[[np.ndarray], object]:
+def bfloat16_like(x: Any) -> Callable[[np.ndarray], Any]:
     """Turns bits of bfloat16, uint16, into bfloat16 numbers of x's library, sharing memory."""
     if not is_torch(x):
         return lambda bits: bits.view(BF16)
@@ -80,7 +92,7 @@ def bfloat16_like(x) -> Callable[[np.ndarray], object]:
     return lambda bits: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
-def as_numpy(value, name: str, dtype=None) -> np.ndarray:
+def as_numpy(value: Any, name: str, dtype: Any = None) -> np.ndarray:
     """An array or a torch CPU tensor as an array; InputError for anything else.
 
     dtype: of torch, of the same size, that a tensor's items are taken for.
@@ -94,7 +106,7 @@ def as_numpy(value, name: str, dtype=None) -> np.ndarray:
     raise InputError(f"{name} must be a numpy array or a torch CPU tensor; found {type(value).__name__}")
 
 
-def contiguous(array: np.ndarray, dtype=None) -> np.ndarray:
+def contiguous(array: np.ndarray, dtype: Any = None) -> np.ndarray:
     """C-contiguous and aligned to its items, as native code reads it; copied only if need be."""
     array = np.ascontiguousarray(array, dtype)
     return array if array.flags.aligned else array.copy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -77,7 +78,13 @@ class Batch:
 
 
 def checked_batch(
-    spec: ExpertSpec, mask: np.ndarray, x, expert_ids, expert_weights, num_shared: int = 0, shared_weights=None
+    spec: ExpertSpec,
+    mask: np.ndarray,
+    x: Any,
+    expert_ids: Any,
+    expert_weights: Any,
+    num_shared: int = 0,
+    shared_weights: Any = None,
 ) -> Batch:
     """The arguments of a call as MoELayer.forward() takes them. Raises InputError, which names the argument.
 
@@ -98,7 +105,7 @@ def checked_batch(
     return Batch(given, ids, weights, checked_mask(spec, mask), num_shared, shared_weights)
 
 
-def checked_out(out, batch: Batch, float32: bool = False) -> np.ndarray:
+def checked_out(out: Any, batch: Batch, float32: bool = False) -> np.ndarray:
     """Where the output is written: out's memory, or new memory where it is None. float32: out may be of that. Raises
     InputError."""
     if out is None:
@@ -120,7 +127,7 @@ def checked_mask(spec: ExpertSpec, mask: np.ndarray) -> np.ndarray:
     return mask
 
 
-def _checked_shared(shared_weights, shape: tuple[int, int]) -> np.ndarray:
+def _checked_shared(shared_weights: Any, shape: tuple[int, int]) -> np.ndarray:
     if not shape[1]:
         raise InputError(f"shared_weights must be None for a layer without shared experts, found {show(shared_weights)}")
     weights = arrays.as_numpy(shared_weights, "shared_weights")

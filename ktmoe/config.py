@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
+from typing import Any
 
 from ktmoe import backends, loaders
 from ktmoe._native import core
@@ -15,11 +16,16 @@ from ktmoe.version import installed_version
 
 def get_include() -> str:
     """The folder with ktmoe.h and pack/layout.h, for a native backend's C compiler: ktmoe/_native, which holds ktmoe.pxd for
-    Cython, too."""
+    Cython, too.
+
+    Examples:
+        >>> "ktmoe.h" in os.listdir(ktmoe.get_include())
+        True
+    """
     return str(Path(__file__).parent / "_native")
 
 
-def config() -> dict:
+def config() -> dict[str, Any]:
     """What show_config() prints, as data."""
     return {
         "version": installed_version(),
@@ -36,7 +42,7 @@ def config() -> dict:
     }
 
 
-def backend_choice() -> dict:
+def backend_choice() -> dict[str, Any]:
     """config()'s backends, which one is chosen, and why."""
     try:
         chosen, why, _ = choose_backend("auto")
@@ -47,7 +53,7 @@ def backend_choice() -> dict:
     return {"backends": rows, "chosen": chosen, "chosen_why": why}
 
 
-def _row(backend: Backend) -> dict:
+def _row(backend: Backend) -> dict[str, Any]:
     found = backend.lookup()
     if isinstance(found, Missing):
         return {"available": False, "why_not": found.reason, "isa": None, "activations": []}
@@ -56,7 +62,15 @@ def _row(backend: Backend) -> dict:
 
 
 def show_config() -> None:
-    """Print what was compiled, what this CPU supports, and what would be chosen and why."""
+    """Print what was compiled, what this CPU supports, and what would be chosen and why.
+
+    Examples:
+        >>> ktmoe.show_config()
+        ktmoe ..., Python ...
+        CPU: ...
+        chosen: ...
+        loaders: awq, bf16, ...
+    """
     c = config()
     print(f"ktmoe {c['version']}, Python {c['python']}")
     print(f"CPU: {c['cpu']}; {' '.join(c['features']) or 'no feature beyond the baseline'}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ def in_rows(matrix: Matrix) -> Matrix:
     return matrix if matrix.format.order.rows else matrix.in_order(ROWS)
 
 
-def read(matrix: Matrix, rows=slice(None)) -> Weights:
+def read(matrix: Matrix, rows: Any = slice(None)) -> Weights:
     """rows: an index along n. Raises FormatError, which names the tensor, if the matrix holds a NaN."""
     matrix.refuse()
     matrix = in_rows(matrix)
@@ -87,19 +88,24 @@ def _shared(scale: Scale, stored: np.ndarray, rows: np.ndarray, columns: np.ndar
     return scale.numbers(stored[rows // scale.extent[0]])[:, columns // scale.extent[1]]
 
 
-def factors(matrix: Matrix, rows=slice(None)) -> np.ndarray | None:
+def factors(matrix: Matrix, rows: Any = slice(None)) -> np.ndarray | None:
     """The factor, or divisor, of each of the rows, float64 [n]; None if there is none."""
     if matrix.format.factor is None:
         return None
     return np.broadcast_to(matrix.factor.astype(np.float64), matrix.shape[:1])[rows]
 
 
-def dequantize(matrix: Matrix, rows=slice(None), factor: bool = True) -> np.ndarray:
+def dequantize(matrix: Matrix, rows: Any = slice(None), factor: bool = True) -> np.ndarray:
     """The real numbers that a matrix stands for, float64 [n, k]: exact, but for float64's own roundings where a format has a
     minimum, a divisor, or both a super-scale and a factor.
 
     rows: an index along n, to read only some rows. Not factor: without the matrix's factor, as sums are of these.
     Raises FormatError, which names the tensor, if the matrix holds a NaN.
+
+    Examples:
+        >>> numbers = reference.dequantize(experts.matrix(0, "gate"))
+        >>> numbers.dtype, numbers.shape == (experts.intermediate, experts.hidden)
+        (dtype('float64'), True)
     """
     weights = read(matrix, rows)
     scaled = weights.scaled if weights.minima is None else weights.scaled - weights.minima

@@ -10,7 +10,15 @@ from ktmoe.messages import printable
 
 
 class KtmoeError(Exception):
-    """Base of every error that ktmoe raises on purpose. Its message can be printed and is not long, whatever file it quotes."""
+    """Base of every error that ktmoe raises on purpose. Its message can be printed and is not long, whatever file it quotes.
+
+    Examples:
+        >>> try:
+        ...     layer.forward(x[:, :8], ids, weights)
+        ... except ktmoe.errors.KtmoeError as error:
+        ...     print(type(error).__name__, isinstance(error, ValueError))
+        InputError True
+    """
 
     def __init__(self, *arguments: object):
         super().__init__(*(printable(value) if isinstance(value, str) else value for value in arguments))

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,10 +36,15 @@ class ExpertSpec(WeightSpec):
     formats: the WeightFormat of each projection (the same for all experts). name: what messages call this layer.
     """
 
-    projections: ClassVar = PROJECTIONS
+    projections: ClassVar[tuple[str, ...]] = PROJECTIONS
 
     def shape(self, projection: str) -> tuple[int, int]:
-        """(n, k) of a projection's matrices."""
+        """(n, k) of a projection's matrices.
+
+        Examples:
+            >>> experts.shape("down") == (experts.hidden, experts.intermediate)
+            True
+        """
         return (self.hidden, self.intermediate) if projection == "down" else (self.intermediate, self.hidden)
 
     @property
@@ -55,7 +60,12 @@ class ExpertSpec(WeightSpec):
         return f"{self.num_experts} expert{'s' * (self.num_experts != 1)}"
 
     def one(self, expert: int) -> str:
-        """'expert 3'."""
+        """'expert 3'.
+
+        Examples:
+            >>> experts.one(3)
+            'expert 3'
+        """
         return f"expert {expert}"
 
     @property
@@ -75,6 +85,10 @@ class ExpertSpec(WeightSpec):
 
         Raises InputError, which names the argument that gave the count, where that would cut what shares a scale, or an item of
         an array.
+
+        Examples:
+            >>> experts.part(2, "parts").intermediate == experts.intermediate // 2
+            True
         """
         unit = self._unit
         if count < 1 or self.intermediate % count or (count > 1 and self.intermediate // count % unit):
@@ -90,6 +104,12 @@ class ExpertWeights(ExpertSpec):
     num_experts, hidden, intermediate, formats, name: ExpertSpec's; a WeightFormat alone stands for all three projections.
     read: (expert, projection) -> Matrix, called when a matrix is asked for, possibly from several threads.
     activation: GatedActivation. router_weight: what the model multiplies a router weight onto, one of ROUTER_WEIGHTS.
+
+    Examples:
+        >>> def read(expert, projection):
+        ...     return ktmoe.Matrix(f"{expert}.{projection}", ktmoe.BF16, (64, 64), np.zeros((64, 64), ml_dtypes.bfloat16))
+        >>> ktmoe.ExpertWeights(8, 64, 64, read, ktmoe.BF16)
+        ExpertWeights('experts', 8 experts, hidden=64, intermediate=64, BF16)
     """
 
     def __init__(
@@ -137,9 +157,14 @@ class ExpertWeights(ExpertSpec):
         (uint8 [E, I, H/2], uint8 [E, I, ceil(H/32)]) for gate and up, (uint8 [E, H, I/2], uint8 [E, H, ceil(I/32)]) for down.
         A format that has only codes takes them alone: bfloat16 [E, I, H] and [E, H, I] for BF16.
         biases: optional float32 arrays by projection, [E, I] for gate and up, [E, H] for down.
+
+        Examples:
+            >>> codes, scales = np.zeros((8, 64, 32), np.uint8), np.full((8, 64, 2), 127, np.uint8)
+            >>> ktmoe.ExpertWeights.from_arrays((codes, scales), (codes, scales), (codes, scales))
+            ExpertWeights('experts', 8 experts, hidden=64, intermediate=64, E2M1 with ue8m0 scales per 1x32)
         """
         labels = tuple(format.arrays(8, 8))
-        given = {}
+        given: dict[str, dict[str, Any]] = {}
         for projection, arrays in zip(PROJECTIONS, (gate, up, down), strict=True):
             arrays = arrays if isinstance(arrays, tuple) else (arrays,)
             if len(arrays) != len(labels):
@@ -173,6 +198,10 @@ class ExpertWeights(ExpertSpec):
         """Slot i of these is expert ids[i] of this one; ids may repeat, for experts that are there more than once.
 
         ids: integers in [0, num_experts), at least one. Raises InputError.
+
+        Examples:
+            >>> experts.take([0, 5, 5]).num_experts
+            3
         """
         try:
             chosen = [operator.index(expert) for expert in ids]
@@ -193,6 +222,11 @@ class ExpertWeights(ExpertSpec):
         shared: of the same sizes, formats and activation. Where formats differ in their source order alone, shared matrices are
         put into that of these. Their router_weight is not asked for. Raises InputError, or FormatError for another format,
         which say what differs.
+
+        Examples:
+            >>> shared = experts.take([0])
+            >>> experts.with_shared(shared).num_experts - experts.num_experts
+            1
         """
         if not isinstance(shared, ExpertWeights):
             raise InputError(f"{self.name}: shared must be ExpertWeights, found {show(shared)}")
@@ -219,7 +253,12 @@ class ExpertWeights(ExpertSpec):
         return self._with(self.num_experts + shared.num_experts, read, self.activation)
 
     def with_activation(self, activation: GatedActivation) -> ExpertWeights:
-        """The same matrices under another activation."""
+        """The same matrices under another activation.
+
+        Examples:
+            >>> experts.with_activation(ktmoe.GatedActivation(limit=7.0)).activation
+            GatedActivation(alpha=1.0, limit=7.0, up_offset=0.0)
+        """
         return self._with(self.num_experts, self._read, activation)
 
     def _with(self, num_experts: int, read: Callable[[int, str], Matrix], activation: GatedActivation) -> ExpertWeights:
@@ -231,6 +270,11 @@ class ExpertWeights(ExpertSpec):
         """Read one matrix.
 
         Raises InputError for an expert or projection that does not exist, and what check() raises.
+
+        Examples:
+            >>> down = experts.matrix(0, "down")
+            >>> down.name, down.shape == (experts.hidden, experts.intermediate)
+            ('layers.3.ffn.experts.0.w2', True)
         """
         if projection not in PROJECTIONS:
             raise InputError(f"{self.name}: projection must be one of {PROJECTIONS}, found {show(projection)}")

@@ -8,7 +8,8 @@ import functools
 import os
 import threading
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 
 class AfterFork(Protocol):
@@ -22,11 +23,14 @@ importing = threading.RLock()
 _watched: weakref.WeakSet[AfterFork] = weakref.WeakSet()
 
 
-class cached_property(functools.cached_property):
+T = TypeVar("T")
+
+
+class cached_property(functools.cached_property[T]):
     """functools' without the lock that Python 3.11 has for all objects of a class: another thread may hold it at a fork, and
     the child would wait for ever. What is computed by two threads at once is equal."""
 
-    def __init__(self, function):
+    def __init__(self, function: Callable[[Any], T]):
         super().__init__(function)
         self.lock = contextlib.nullcontext()
 

@@ -7,16 +7,17 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from ktmoe.arrays import expect_native
+from ktmoe.arrays import A, AnyArray, expect_native
 from ktmoe.backends.base import Arenas, Backend, Packed, Plan, Progress, Stored
 from ktmoe.background.worker import jobs
 from ktmoe.batch import checked_batch, checked_out
 from ktmoe.cache.opened import open_cache
 from ktmoe.errors import InputError, asking
-from ktmoe.experts import PROJECTIONS, ExpertWeights, checked_experts, checked_router_weight
+from ktmoe.experts import PROJECTIONS, ExpertSpec, ExpertWeights, checked_experts, checked_router_weight
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -26,7 +27,7 @@ from ktmoe.messages import show
 from ktmoe.packed_weights import PackedWeights
 
 
-class MoELayer(PackedWeights):
+class MoELayer(PackedWeights[Packed]):
     """The routed experts of one layer, and shared ones if given, packed for one backend.
 
     experts: ExpertWeights, from a loader or from arrays; read once, here.
@@ -57,9 +58,18 @@ class MoELayer(PackedWeights):
     for whoever looks into it; None after close(). mapped: whether they are parts of a file.
 
     Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.
+
+    Examples:
+        >>> with ktmoe.MoELayer(ktmoe.load_experts("DeepSeek-V4-Flash", 3), activations="bf16") as layer:
+        ...     y = layer.forward(x, ids, weights)
+        >>> y.shape == x.shape
+        True
     """
 
     _kind = Packed
+
+    spec: ExpertSpec
+    expert_mask: np.ndarray
 
     def __init__(
         self,
@@ -103,7 +113,7 @@ class MoELayer(PackedWeights):
     @classmethod
     def from_checkpoint(
         cls,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         layer: int | str,
         backend: str = "auto",
         activations: str = "auto",
@@ -116,7 +126,7 @@ class MoELayer(PackedWeights):
         numa_nodes: Sequence[int] | None = None,
         physical_to_logical: Sequence[int] | None = None,
         progress: Progress | None = None,
-        cache: str | os.PathLike | None = None,
+        cache: str | os.PathLike[str] | None = None,
     ) -> MoELayer:
         """One layer of a checkpoint folder (or one .safetensors or .gguf file).
 
@@ -127,12 +137,22 @@ class MoELayer(PackedWeights):
         (docs/packed-caches.md); it excludes physical_to_logical and shared, since a cache has the routed experts alone.
         Raises CheckpointError and MissingTensorError besides what MoELayer raises; CacheError, which names the file, for a
         cache that is damaged, or of another checkpoint, version or number of NUMA nodes.
+
+        Examples:
+            >>> layer = ktmoe.MoELayer.from_checkpoint("DeepSeek-V4-Flash", layer=3)
+            >>> layer.name, layer.num_experts == experts.num_experts
+            ('layers.3.ffn.experts', True)
         """
         with Checkpoint(path) as checkpoint:
             experts = find_loader(checkpoint, loader, layer).load(checkpoint, layer)
             if physical_to_logical is not None:
                 experts = experts.take(physical_to_logical)
-            options = {"rounding": rounding, "tuned_for": tuned_for, "router_weight": router_weight, "numa_nodes": numa_nodes}
+            options: dict[str, Any] = {
+                "rounding": rounding,
+                "tuned_for": tuned_for,
+                "router_weight": router_weight,
+                "numa_nodes": numa_nodes,
+            }
             if shared is not None:
                 _refuse_with_shared("cache", cache)
             if cache is not None:
@@ -142,7 +162,9 @@ class MoELayer(PackedWeights):
                 )
             return cls(experts, backend, activations, shared=shared, **options, progress=progress)
 
-    def forward(self, x, expert_ids, expert_weights, out=None, shared_weights=None):
+    def forward(
+        self, x: A, expert_ids: AnyArray, expert_weights: AnyArray, out: A | None = None, shared_weights: AnyArray | None = None
+    ) -> A:
         """y [tokens, hidden], in x's kind and dtype.
 
         x: [tokens, hidden]: bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, float32 (rounded to bfloat16 once, to nearest
@@ -155,6 +177,13 @@ class MoELayer(PackedWeights):
         weights do (router_weight). None: 1.
         Raises InputError, which names the argument, what was expected and what was found; ClosedError after close();
         CacheError if the file that the layer maps was changed.
+
+        Examples:
+            >>> x = np.ones((2, layer.hidden), np.float32)
+            >>> ids, weights = np.array([[0, 1], [5, 3]]), np.full((2, 2), 0.5, np.float32)
+            >>> y = layer.forward(x, ids, weights)
+            >>> y.dtype, y.shape == x.shape
+            (dtype('float32'), True)
         """
         packed = self._open_for("forward")
         batch = checked_batch(self.spec, self.expert_mask, x, expert_ids, expert_weights, self.num_shared, shared_weights)
@@ -165,11 +194,18 @@ class MoELayer(PackedWeights):
             packed.forward(*batch.contiguous(), target)
         return batch.x.restore(target) if out is None else out
 
-    def submit(self, x, expert_ids, expert_weights, out=None, shared_weights=None) -> Future:
+    def submit(
+        self, x: A, expert_ids: AnyArray, expert_weights: AnyArray, out: A | None = None, shared_weights: AnyArray | None = None
+    ) -> Future[A]:
         """forward() on a thread of its own: job.result() gives y, or raises. Leave the arguments unchanged until then.
 
         Jobs run in the order of submission. The GIL is free while they compute. A forked child starts with none: those that its
         parent submitted end in the parent alone. Raises UnavailableError if the thread cannot be started.
+
+        Examples:
+            >>> job = layer.submit(x, ids, weights)
+            >>> np.array_equal(job.result(), layer.forward(x, ids, weights))
+            True
         """
         return jobs.submit(self.forward, x, expert_ids, expert_weights, out, shared_weights)
 
@@ -178,6 +214,10 @@ class MoELayer(PackedWeights):
 
         matrices: {"gate", "up", "down": Matrix} of the layer's shapes and formats. The memory of one expert is kept beside the
         layer's for this. Raises InputError, FormatError (what was there stays), UnavailableError if the backend cannot.
+
+        Examples:
+            >>> layer.replace_expert(0, {projection: experts.matrix(1, projection) for projection in ("gate", "up", "down")})
+            >>> y = layer.forward(x, ids, weights)  # expert 0 is now a copy of expert 1
         """
         self._packed_spec.check_expert(expert)
         if not isinstance(matrices, Mapping) or set(matrices) != set(PROJECTIONS):
@@ -196,10 +236,16 @@ class MoELayer(PackedWeights):
 
         out: for each part {"gate", "up", "down": the arrays of format.arrays() by name}, C-contiguous and aligned, of Matrix's
         shapes and dtypes, to write into. Raises InputError, which says what parts must divide, ClosedError.
+
+        Examples:
+            >>> (expert,) = layer.export_expert(0)
+            >>> np.array_equal(expert["down"].codes, experts.matrix(0, "down").codes)
+            True
         """
         self._packed_spec.check_expert(expert)
         parts = operator.index(parts)
         one = self.spec.part(parts, "parts")
+        part: Any  # of out, then of matrices
         if out is None:
             out = [{p: one.formats[p].empty(*one.shape(p)) for p in PROJECTIONS} for _ in range(parts)]
         elif len(out) != parts:

@@ -7,26 +7,31 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ktmoe import arrays
 from ktmoe._native import core
+from ktmoe.arrays import A, AnyArray
 from ktmoe.backends.base import Arenas, Backend, PackedMatrix, Plan, Progress
 from ktmoe.background.worker import jobs
 from ktmoe.cache.opened import Cache
 from ktmoe.errors import asking
 from ktmoe.linear_arrays import checked, checked_ids, gradient_target, rows_target, target_of
 from ktmoe.linear_rows import read_rows, read_rows_of_export
-from ktmoe.linear_weights import LinearWeights
+from ktmoe.linear_weights import LinearSpec, LinearWeights
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.dense import find_matrix
 from ktmoe.machine.numa import placement_of
 from ktmoe.matrix import Matrix
 from ktmoe.packed_weights import PackedWeights
+from ktmoe.weights.formats import WeightFormat
+
+T = TypeVar("T")
 
 
-class Linear(PackedWeights):
+class Linear(PackedWeights[PackedMatrix]):
     """A dense matrix, packed for one backend: y = x W^T + b.
 
     matrix: Matrix [n, k] in any WeightFormat; ktmoe.load_matrix() reads one of a checkpoint. Its bias is b. Or LinearWeights,
@@ -45,9 +50,19 @@ class Linear(PackedWeights):
     returned; None after close(). replaced: how often replace() has changed it.
 
     Raises UnknownNameError, UnavailableError, FormatError (the matrix is not what it should be), OutOfMemoryError, InputError.
+
+    Examples:
+        >>> with ktmoe.Linear(ktmoe.load_matrix("Qwen3-30B-A3B", "lm_head")) as linear:
+        ...     y = linear.forward(np.ones((1, linear.shape[1]), np.float32))
+        >>> y.shape == (1, linear.shape[0])
+        True
     """
 
     _kind = PackedMatrix
+
+    spec: LinearSpec
+    shape: tuple[int, int]
+    format: WeightFormat
 
     def __init__(
         self,
@@ -78,7 +93,7 @@ class Linear(PackedWeights):
     @classmethod
     def from_checkpoint(
         cls,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         name: str,
         backend: str = "auto",
         activations: str = "bf16",
@@ -88,7 +103,7 @@ class Linear(PackedWeights):
         tuned_for: str = "decode",
         numa_nodes: Sequence[int] | None = None,
         progress: Progress | None = None,
-        cache: str | os.PathLike | None = None,
+        cache: str | os.PathLike[str] | None = None,
     ) -> Linear:
         """A matrix of a checkpoint folder (or one .safetensors or .gguf file).
 
@@ -98,6 +113,11 @@ class Linear(PackedWeights):
         packed (docs/packed-caches.md).
         Raises CheckpointError and MissingTensorError besides what Linear raises; CacheError, which names the file, for a cache
         that is damaged, or of another checkpoint, version or number of NUMA nodes.
+
+        Examples:
+            >>> linear = ktmoe.Linear.from_checkpoint("Qwen3-30B-A3B", "model.layers.0.self_attn.q_proj")
+            >>> linear.name, linear.format.description
+            ('model.layers.0.self_attn.q_proj', 'BF16')
         """
         with Checkpoint(path) as checkpoint:
             found = find_matrix(checkpoint, name, scheme=scheme)
@@ -116,7 +136,7 @@ class Linear(PackedWeights):
                 arenas=arenas,
             )
 
-    def forward(self, x, out=None, dtype=None):
+    def forward(self, x: A, out: A | None = None, dtype: object = None) -> A:
         """y [tokens, n], in x's kind and dtype.
 
         x: [tokens, k]: bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, float32 (rounded to bfloat16 once, to nearest
@@ -124,6 +144,11 @@ class Linear(PackedWeights):
         rounded to bfloat16, for an output layer. out: written and returned if given; of x's kind, or float32; C-contiguous and
         aligned, and no overlap with x.
         Raises InputError, which names the argument, what was expected and what was found; ClosedError after close().
+
+        Examples:
+            >>> x = np.ones((2, linear.shape[1]), ml_dtypes.bfloat16)
+            >>> linear.forward(x).dtype, linear.forward(x, dtype="float32").dtype
+            (dtype(bfloat16), dtype('float32'))
         """
         given = checked(x, (None, self.shape[1]))
         tokens = given.array.shape[0]
@@ -131,20 +156,31 @@ class Linear(PackedWeights):
         compute((self,), given.array, (0,), (target,))
         return restore(target)
 
-    def submit(self, x, out=None, dtype=None) -> Future:
+    def submit(self, x: A, out: A | None = None, dtype: object = None) -> Future[A]:
         """forward() on a thread of its own: job.result() gives y, or raises. Leave the arguments unchanged until then.
 
         Jobs run in the order of submission. The GIL is free while they compute. A forked child starts with none.
         Raises UnavailableError if the thread cannot be started.
+
+        Examples:
+            >>> x = np.ones((2, linear.shape[1]), np.float32)
+            >>> job = linear.submit(x)
+            >>> np.array_equal(job.result(), linear.forward(x))
+            True
         """
         return jobs.submit(self.forward, x, out, dtype)
 
-    def backward(self, grad_y, out=None):
+    def backward(self, grad_y: A, out: A | None = None) -> A:
         """The gradient of a loss with respect to x, [tokens, k], in grad_y's kind and dtype: grad_y W.
 
         grad_y: [tokens, n], as forward() takes x; float32 is rounded to bfloat16 once. out: as forward() takes it. The matrix
         has no gradient: it is frozen.
         Raises UnavailableError, which says why, where the mode or a kernel has no transposed product; InputError; ClosedError.
+
+        Examples:
+            >>> grad_x = linear.backward(np.ones((2, linear.shape[0]), np.float32))
+            >>> grad_x.shape == (2, linear.shape[1])
+            True
         """
         given = checked(grad_y, (None, self.shape[0]), "grad_y")
         packed = self._open_for("backward")
@@ -158,6 +194,11 @@ class Linear(PackedWeights):
 
         matrix: of the same shape and format. Memory for one matrix is kept beside it for this.
         Raises InputError, FormatError (what was there stays), UnavailableError if the backend cannot.
+
+        Examples:
+            >>> linear.replace(matrix)
+            >>> linear.replaced
+            1
         """
         self.spec.check(0, "weight", matrix)
         packed = self._open_for("replace")
@@ -168,14 +209,19 @@ class Linear(PackedWeights):
             self.replaced += 1
 
     def export(self) -> Matrix:
-        """The matrix in the checkpoint's own bytes. Raises ClosedError, UnavailableError if the backend cannot."""
+        """The matrix in the checkpoint's own bytes. Raises ClosedError, UnavailableError if the backend cannot.
+
+        Examples:
+            >>> np.array_equal(linear.export().codes, matrix.codes)
+            True
+        """
         matrix = Matrix(self.name, self.format, self.shape, **self.format.empty(*self.shape))
         packed = self._open_for("export")
         with asking(self.backend, self.name):
             biases = packed.export(0, [{"weight": matrix.stored}])
         return replace(matrix, bias=biases.get("weight"))
 
-    def rows(self, ids, out=None, dtype=None):
+    def rows(self, ids: AnyArray, out: AnyArray | None = None, dtype: object = None) -> Any:
         """Rows of W by their numbers, [count, k]: what an embedding looks up that shares the output layer's matrix.
 
         ids: integers in [0, n), [count], in any order: a numpy array or a torch CPU tensor. dtype: None for bfloat16, or
@@ -184,6 +230,11 @@ class Linear(PackedWeights):
         A weight is the checkpoint's number, whatever `rounding` is, rounded once, to nearest even; bfloat16 weights are exact.
         Only what the packed panels have of these rows is read. A backend with a layout of its own exports the whole matrix.
         Raises InputError, which names the argument; ClosedError; UnavailableError if such a backend cannot export.
+
+        Examples:
+            >>> rows = linear.rows(np.array([3, 1, 3]))
+            >>> rows.dtype, np.array_equal(rows[1], matrix.codes[1])
+            (dtype(bfloat16), True)
         """
         numbers = checked_ids(ids, self.shape[0])
         packed = self._open_for("rows")
@@ -212,7 +263,7 @@ def compute(
 ) -> None:
     """Write y of each Linear into its out. columns: of x, the first one that each takes. dispatches: which of the Linears are
     computed at once, which lie on the same NUMA nodes."""
-    packed = [linear._open_for("forward") for linear in linears]  # all, before anything is written
+    packed: list[Any] = [linear._open_for("forward") for linear in linears]  # all, before anything is written
     if not x.shape[0]:
         return
     x = arrays.contiguous(x)
@@ -237,7 +288,7 @@ def differentiate(
     dispatches: Sequence[Sequence[int]],
 ) -> None:
     """The gradients of what linears take, or their sum where outs has one array, rounded once. dispatches: see compute()."""
-    packed = [linear._open_for("backward") for linear in linears]
+    packed: list[Any] = [linear._open_for("backward") for linear in linears]
     native = all(isinstance(each, core.PackedLinear) for each in packed)
     if native and len(dispatches) == 1:
         core.linear_backward(packed, grads, outs)
@@ -261,5 +312,5 @@ def differentiate(
         out[...] = total if out.dtype == np.float32 else total.astype(arrays.BF16).view(np.uint16)
 
 
-def _those(items: Sequence, which: Sequence[int]) -> list:
+def _those(items: Sequence[T], which: Sequence[int]) -> list[T]:
     return [items[i] for i in which]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,14 +15,14 @@ from ktmoe.messages import show
 from ktmoe.output_arrays import checked_output
 
 
-def checked(x, shape: tuple[int | None, ...], name: str = "x") -> FloatArray:
+def checked(x: Any, shape: tuple[int | None, ...], name: str = "x") -> FloatArray:
     """An argument of that shape; None is any size. Raises InputError."""
     given = arrays.view(x, name)
     expect_shape(name, given.array, shape)
     return given
 
 
-def items_of(value) -> tuple | None:
+def items_of(value: Any) -> Any:
     """The items of what has some; None for anything else."""
     try:
         return tuple(value)
@@ -29,12 +30,12 @@ def items_of(value) -> tuple | None:
         return None
 
 
-def target_of(x, given: FloatArray, shape: tuple[int, ...], dtype, out):
+def target_of(x: Any, given: FloatArray, shape: tuple[int, ...], dtype: Any, out: Any) -> Any:
     """Where y goes, and what makes of it what is returned: out, checked, or else new memory and an array of x's kind."""
     return new_output(x, given, shape, dtype) if out is None else (_fitting(out, given, shape, dtype), lambda _: out)
 
 
-def _fitting(out, given: FloatArray, shape: tuple[int, ...], dtype, name: str = "out") -> np.ndarray:
+def _fitting(out: Any, given: FloatArray, shape: tuple[int, ...], dtype: Any, name: str = "out") -> np.ndarray:
     """The array of an out that y goes into."""
     wide = _is_float32(dtype)
     array = checked_output(out, given, shape, name=name, float32=True)
@@ -43,7 +44,7 @@ def _fitting(out, given: FloatArray, shape: tuple[int, ...], dtype, name: str = 
     return array
 
 
-def fitting_each(out, given: FloatArray, shapes: Sequence[tuple[int, ...]], dtype) -> list[np.ndarray]:
+def fitting_each(out: Any, given: FloatArray, shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[np.ndarray]:
     """The same of a sequence, whose arrays have one dtype, and none of which overlaps another one."""
     outs = items_of(out)
     if outs is None or len(outs) != len(shapes):
@@ -59,14 +60,14 @@ def fitting_each(out, given: FloatArray, shapes: Sequence[tuple[int, ...]], dtyp
     return found
 
 
-def new_output(x, given: FloatArray, shape: tuple[int, ...], dtype):
+def new_output(x: Any, given: FloatArray, shape: tuple[int, ...], dtype: Any) -> Any:
     """New memory for y, and what makes of it an array of x's kind, or of float32."""
     if _is_float32(dtype) and given.array.dtype != np.float32:
         return np.empty(shape, np.float32), arrays.float32_like(x)
     return np.empty(shape, given.array.dtype), given.restore
 
 
-def checked_ids(ids, n: int) -> np.ndarray:
+def checked_ids(ids: Any, n: int) -> np.ndarray:
     """Numbers of rows of a matrix that has n, as int64, C-contiguous, in memory of their own: nobody changes them after this.
 
     Raises InputError.
@@ -81,7 +82,7 @@ def checked_ids(ids, n: int) -> np.ndarray:
     return copy
 
 
-def rows_target(ids, shape: tuple[int, int], dtype, out):
+def rows_target(ids: Any, shape: tuple[int, int], dtype: Any, out: Any) -> Any:
     """Where rows go, uint16 or float32, and what makes of it what is returned: out, or an array of ids' library."""
     wide = _is_float32(dtype)
     if out is None:
@@ -98,7 +99,7 @@ def rows_target(ids, shape: tuple[int, int], dtype, out):
     return given.array, lambda _: out
 
 
-def _is_float32(dtype) -> bool:
+def _is_float32(dtype: Any) -> bool:
     """Whether a call asks for float32, by numpy's dtype or torch's; None does not. Raises InputError for any other."""
     if dtype is None:
         return False
@@ -113,7 +114,7 @@ def _is_float32(dtype) -> bool:
     raise InputError(f"dtype must be None or float32, found {show(dtype)}")
 
 
-def gradient_target(like, grads: dict[str, FloatArray], shape: tuple[int, ...], out):
+def gradient_target(like: Any, grads: dict[str, FloatArray], shape: tuple[int, ...], out: Any) -> Any:
     """target_of() of a gradient. like: the first of grads, as it was given; grads: by the names of the arguments."""
     if out is None:
         return new_output(like, next(iter(grads.values())), shape, None)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from ktmoe import arrays
 from ktmoe._native import core
+from ktmoe.arrays import AnyArray, FloatArray
 from ktmoe.backends.base import Progress
 from ktmoe.background.worker import jobs
 from ktmoe.errors import InputError
@@ -32,7 +34,17 @@ class LinearGroup:
     Attributes: linears, inputs. dispatches: which of the linears are computed at once.
 
     Raises InputError, which names the Linear that does not fit.
+
+    Examples:
+        >>> attention = "model.layers.0.self_attn"
+        >>> qkv = [ktmoe.Linear.from_checkpoint("Qwen3-30B-A3B", f"{attention}.{name}_proj") for name in "qkv"]
+        >>> with ktmoe.LinearGroup(qkv) as group:
+        ...     q, k, v = group.forward(np.ones((1, qkv[0].shape[1]), np.float32))
     """
+
+    linears: tuple[Linear, ...]
+    inputs: str
+    dispatches: tuple[tuple[int, ...], ...]
 
     def __init__(self, linears: Sequence[Linear], inputs: str = "same"):
         self.linears = items_of(linears)
@@ -78,6 +90,11 @@ class LinearGroup:
         backend and what follows it: as Linear has them; progress is that of all matrices.
         Raises InputError unless count divides the rows, and is not more than a group may have; FormatError where that cuts
         through what shares a scale; and what Linear raises.
+
+        Examples:
+            >>> group = ktmoe.LinearGroup.of_rows(matrix, 2)
+            >>> [linear.shape[0] for linear in group.linears] == [matrix.shape[0] // 2] * 2
+            True
         """
         if not isinstance(matrix, Matrix):
             raise InputError(f"matrix must be a ktmoe.Matrix, found {show(matrix)}; ktmoe.load_matrix(path, name) gives one")
@@ -116,23 +133,36 @@ class LinearGroup:
             raise
 
     def close(self) -> None:
-        """Give the memory of all Linears back, after calls that are running. A second call does nothing."""
+        """Give the memory of all Linears back, after calls that are running. A second call does nothing.
+
+        Examples:
+            >>> group = ktmoe.LinearGroup([linear])
+            >>> group.close()
+            >>> linear.packed is None
+            True
+        """
         for linear in self.linears:
             linear.close()
 
     def __enter__(self) -> LinearGroup:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def forward(self, x, out=None, dtype=None):
+    def forward(self, x: AnyArray, out: AnyArray | Sequence[AnyArray] | None = None, dtype: object = None) -> Any:
         """Of "same" inputs: a list of y [tokens, n], one for each Linear, of x [tokens, k].
         Of "own" ones: y [tokens, linears, n] of x [tokens, linears, k].
 
         x, dtype: as Linear.forward() takes them. out: what is returned, if given: a sequence of arrays of one dtype, or one
         array.
         Raises InputError, ClosedError.
+
+        Examples:
+            >>> group = ktmoe.LinearGroup([linear, ktmoe.Linear(matrix)])
+            >>> a, b = group.forward(np.ones((1, linear.shape[1]), np.float32))
+            >>> np.array_equal(a, b)
+            True
         """
         count, (n, k) = len(self.linears), self.linears[0].shape
         if self.inputs == "same":
@@ -154,17 +184,28 @@ class LinearGroup:
         compute(self.linears, flat, [i * k for i in range(count)], ys, self.dispatches)
         return restore(target)
 
-    def submit(self, x, out=None, dtype=None) -> Future:
-        """forward() as Linear.submit() does it."""
+    def submit(self, x: AnyArray, out: AnyArray | Sequence[AnyArray] | None = None, dtype: object = None) -> Future[Any]:
+        """forward() as Linear.submit() does it.
+
+        Examples:
+            >>> group = ktmoe.LinearGroup([linear])
+            >>> (y,) = group.submit(np.ones((1, linear.shape[1]), np.float32)).result()
+        """
         return jobs.submit(self.forward, x, out, dtype)
 
-    def backward(self, grads, out=None):
+    def backward(self, grads: AnyArray | Sequence[AnyArray], out: AnyArray | None = None) -> Any:
         """The gradient of a loss with respect to what forward() takes, in grads' kind and dtype.
 
         Of "same" inputs: [tokens, k], the sum of every Linear's, rounded once, of a sequence of gradients [tokens, n].
         Of "own" ones: [tokens, linears, k] of [tokens, linears, n].
         grads, out: as Linear.backward() takes them; gradients of one dtype.
         Raises UnavailableError, InputError, ClosedError, as Linear.backward() does.
+
+        Examples:
+            >>> group = ktmoe.LinearGroup([linear, ktmoe.Linear(matrix)])
+            >>> grad_y = np.ones((1, linear.shape[0]), np.float32)
+            >>> np.array_equal(group.backward([grad_y, grad_y]), 2 * linear.backward(grad_y))
+            True
         """
         count, (n, k) = len(self.linears), self.linears[0].shape
         if self.inputs == "own":
@@ -177,7 +218,8 @@ class LinearGroup:
         of_each = items_of(grads)
         if of_each is None or len(of_each) != count:
             raise InputError(f"grads must be a sequence of {count} arrays, found {show(grads)}")
-        tokens, each = None, {}
+        tokens: Any = None
+        each: dict[str, FloatArray] = {}
         for i, (grad, linear) in enumerate(zip(of_each, self.linears, strict=True)):
             each[f"grads[{i}]"] = given = checked(grad, (tokens, linear.shape[0]), f"grads[{i}]")
             tokens, first = given.array.shape[0], each["grads[0]"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,7 @@ def _of_rows(weight_format: WeightFormat) -> WeightFormat:
     return replace(weight_format, scale=scale, offset=offset, factor=factor and Factor(True, factor.divides), order=order)
 
 
-def _in_turns(count: int, k: int):
+def _in_turns(count: int, k: int) -> Any:
     """Slices of so many rows."""
     step = max(1, AT_ONCE // k)
     for first in range(0, count, step):

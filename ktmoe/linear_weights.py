@@ -47,6 +47,9 @@ class LinearSpec(WeightSpec):
 class LinearWeights(LinearSpec):
     """A Matrix, as Backend.pack_linear takes it."""
 
+    _read: Callable[[], Matrix]
+    _staged: int
+
     def __init__(self, matrix: Matrix):
         if not isinstance(matrix, Matrix):
             raise InputError(

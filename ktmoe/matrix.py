@@ -31,6 +31,10 @@ class Matrix:
     None for those that the format has not. Bytes are viewed as these dtypes and never cast. An array is copied only if it is
     not aligned to its items.
     Raises FormatError, which names the tensor, on a wrong dtype, shape or layout. The bytes are checked when packed.
+
+    Examples:
+        >>> ktmoe.Matrix("a", ktmoe.BF16, (4, 64), np.ones((4, 64), ml_dtypes.bfloat16))
+        Matrix('a', BF16 [4, 64])
     """
 
     name: str
@@ -44,7 +48,7 @@ class Matrix:
     super_scales: np.ndarray | None = None
     super_offsets: np.ndarray | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         n, k = self.shape
         rows, columns = self.format.code_unit
         if n < 1 or k < 1 or n % rows or k % columns:
@@ -78,14 +82,27 @@ class Matrix:
         return {label: getattr(self, label) for label in self.format.arrays(*self.shape)}
 
     def in_order(self, order: SourceOrder) -> Matrix:
-        """The same weights in another source order. Raises FormatError for a number that it has no bits for."""
+        """The same weights in another source order. Raises FormatError for a number that it has no bits for.
+
+        Examples:
+            >>> codes, scales = np.zeros((8, 16), np.uint8), np.ones((8, 1), ml_dtypes.bfloat16)
+            >>> rows = ktmoe.Matrix("a", ktmoe.int4(32), (8, 32), codes, scales)
+            >>> rows.in_order(ktmoe.weights.order.GPTQ).codes.shape
+            (4, 8)
+        """
         if order == self.format.order:
             return self
         other = replace(self.format, order=order)
         return replace(self, format=other, **other.from_rows(self.format.rows(self.stored, *self.shape), *self.shape))
 
     def refuse(self) -> None:
-        """Raise FormatError for the first number that stands for no real one; it names the tensor, the array and the place."""
+        """Raise FormatError for the first number that stands for no real one; it names the tensor, the array and the place.
+
+        Examples:
+            >>> ktmoe.Matrix("a", ktmoe.BF16, (1, 2), np.array([[1, np.nan]], ml_dtypes.bfloat16)).refuse()
+            Traceback (most recent call last):
+            ktmoe.errors.FormatError: a: weight [0, 1] is nan; expected a finite number
+        """
         element, offset = self.format.element, self.format.offset
         groups = self.format.shown_groups(self.stored)
         for label, scale in self.format.scales.items():

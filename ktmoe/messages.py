@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import reprlib
+from typing import Any
 
 #: Longest message, and longest value in one, in characters.
 MESSAGE_LIMIT, VALUE_LIMIT = 1500, 200
@@ -12,7 +13,7 @@ MESSAGE_LIMIT, VALUE_LIMIT = 1500, 200
 class _Brief(reprlib.Repr):
     """repr() of the first few items of the first few levels: bounded work, whatever JSON a value came from."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxdict = 3, 4
         self.maxstring = self.maxother = VALUE_LIMIT
@@ -23,7 +24,7 @@ class _Brief(reprlib.Repr):
         # Python refuses to write very long ones in decimal
         return repr(x) if x.bit_length() <= 3 * VALUE_LIMIT else f"an integer of {x.bit_length()} bits"
 
-    def repr_dict(self, x: dict, level: int) -> str:
+    def repr_dict(self, x: dict[str, Any], level: int) -> str:
         if level <= 0 and x:
             return "{...}"
         first = itertools.islice(x.items(), self.maxdict)  # reprlib's own sorts all keys before it cuts

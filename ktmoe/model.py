@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 
@@ -42,9 +43,15 @@ class MoEModel:
     Threads of its own load the layers. They end when all is loaded, on cancel() and close(), when the model is garbage, and
     before the interpreter exits. The checkpoint's files are closed once all is loaded. A forked child has the layers that were
     loaded by then; the others raise ClosedError in it, and what was half loaded takes memory until it ends.
+
+    Examples:
+        >>> with ktmoe.MoEModel.from_checkpoint("DeepSeek-V4-Flash") as model:
+        ...     print(list(model))
+        ...     y = model[3].forward(x, ids, weights)
+        [0, 1, 2, 3]
     """
 
-    def __init__(self, path: str | os.PathLike, loading: BackgroundTasks, layers: list[int | str]):
+    def __init__(self, path: str | os.PathLike[str], loading: BackgroundTasks, layers: list[int | str]):
         self.path = path
         self.layers = layers
         self._loading = loading
@@ -53,7 +60,7 @@ class MoEModel:
     @classmethod
     def from_checkpoint(
         cls,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         layers: Iterable[int | str] | None = None,
         backend: str = "auto",
         activations: str = "auto",
@@ -63,10 +70,10 @@ class MoEModel:
         tuned_for: str = "decode",
         router_weight: str | None = None,
         numa_nodes: Sequence[int] | None = None,
-        physical_to_logical: np.ndarray | Sequence | None = None,
+        physical_to_logical: np.ndarray | Sequence[int] | Sequence[Sequence[int]] | None = None,
         progress: Progress | bool | None = None,
         wait: bool = True,
-        cache: str | os.PathLike | None = None,
+        cache: str | os.PathLike[str] | None = None,
         distribution: Distribution | None = None,
     ) -> MoEModel:
         """All layers of a checkpoint folder (or one .safetensors or .gguf file), or those named by `layers`.
@@ -83,6 +90,11 @@ class MoEModel:
         then. All processes call this, and where one of them raises, all do, unless wait is False. It excludes cache.
         The other arguments are MoELayer.from_checkpoint's.
         Raises what that raises, OutOfMemoryError if the layers do not fit, and what progress raises.
+
+        Examples:
+            >>> model = ktmoe.MoEModel.from_checkpoint("DeepSeek-V4-Flash", layers=[0, 3], wait=False)
+            >>> model.wait(), len(model)
+            (True, 2)
         """
         if distribution is not None and cache is not None:
             raise InputError("cache must be None with a distribution: a packed cache has whole layers")
@@ -93,7 +105,7 @@ class MoEModel:
             checkpoint = resources.enter_context(Checkpoint(path))
             opened = None if cache is None else open_cache(cache, checkpoint, physical_to_logical)
             everything = opened.all_layers if opened else None
-            names = _names(layers) if layers is not None else everything
+            names: Any = _names(layers) if layers is not None else everything
             if opened:
                 experts = opened.experts(checkpoint, names, loader)
             else:
@@ -117,7 +129,7 @@ class MoEModel:
             else:
                 packed = [_packed_nbytes(chosen[name], own[name], numa_nodes) for name in names]
                 _require_memory(path, packed, experts.values())
-            options = {
+            options: dict[str, Any] = {
                 "rounding": rounding,
                 "tuned_for": tuned_for,
                 "router_weight": router_weight,
@@ -145,7 +157,7 @@ class MoEModel:
             raise MissingTensorError(f"{self.path}: layer {show(layer)}: expected one of {naming.listed(self.layers)}")
         return self._loading.get(naming.layer_key(layer))
 
-    def __contains__(self, layer: object) -> bool:
+    def __contains__(self, layer: Any) -> bool:
         try:
             return naming.layer_key(layer) in self.layers
         except TypeError:  # nothing that names a layer
@@ -161,6 +173,11 @@ class MoEModel:
         """Wait until all layers are loaded; False if `timeout` seconds were not enough.
 
         Raises the error of a layer as soon as one fails; the others go on, and model[name] gives them.
+
+        Examples:
+            >>> model = ktmoe.MoEModel.from_checkpoint("DeepSeek-V4-Flash", wait=False)
+            >>> while not model.wait(timeout=0.1):
+            ...     print("%d of %d bytes" % model.loaded)
         """
         return self._loading.wait(timeout)
 
@@ -175,13 +192,24 @@ class MoEModel:
         return sum(layer.nbytes for layer in self._loading.made())
 
     def cancel(self) -> None:
-        """Stop loading and give everything back, as close() does; nothing happens if all layers are loaded or have failed."""
+        """Stop loading and give everything back, as close() does; nothing happens if all layers are loaded or have failed.
+
+        Examples:
+            >>> model = ktmoe.MoEModel.from_checkpoint("DeepSeek-V4-Flash", wait=False)
+            >>> model.cancel()
+        """
         self._loading.cancel()
 
     def close(self) -> None:
         """Stop loading; give back all layers, files, scratch memory and idle threads. A second call does nothing.
 
         Forward calls that are running are waited for.
+
+        Examples:
+            >>> model = ktmoe.MoEModel.from_checkpoint("DeepSeek-V4-Flash")
+            >>> model.close()
+            >>> model.nbytes
+            0
         """
         self._loading.stop()
         core.release()
@@ -189,10 +217,10 @@ class MoEModel:
     def __enter__(self) -> MoEModel:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise NotCopyableError(
             f"{self.path}: a MoEModel cannot be copied or pickled, since its packed weights are memory of this process. "
             "Share it between threads as it is, fork after it was loaded, or load another one with MoEModel.from_checkpoint"
@@ -213,7 +241,7 @@ def _names(layers: Iterable[int | str]) -> list[int | str]:
     return names
 
 
-def _maps(physical_to_logical, layers: int) -> np.ndarray:
+def _maps(physical_to_logical: Any, layers: int) -> np.ndarray:
     """A row of ids for each layer."""
     given = physical_to_logical
     maps = np.asarray(given) if isinstance(given, (list, tuple)) else as_numpy(given, "physical_to_logical")
@@ -235,7 +263,7 @@ def memory_needed(packed: Sequence[int], experts: Iterable[ExpertWeights]) -> tu
     return sum(packed) + staged, staged
 
 
-def _require_memory(path: str | os.PathLike, packed: list[int], experts: Iterable[ExpertWeights]) -> None:
+def _require_memory(path: str | os.PathLike[str], packed: list[int], experts: Iterable[ExpertWeights]) -> None:
     """Raise OutOfMemoryError, which says how many layers would fit, if packed layers and what is read ahead do not."""
     available = memory.available_bytes()
     needed, staged = memory_needed(packed, experts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ktmoe import arrays
@@ -10,7 +12,7 @@ from ktmoe.errors import InputError
 
 
 def checked_output(
-    out,
+    out: Any,
     given: FloatArray,
     shape: tuple[int, ...],
     *,

@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Generic, NoReturn, Self, SupportsIndex, TypeVar
 
 from ktmoe import backends
 from ktmoe.backends.base import TUNED_FOR, Arenas, Backend, Packed, PackedMatrix, Plan, Progress
@@ -22,7 +22,11 @@ from ktmoe.weights.folding import ROUNDING
 Weights = ExpertWeights | LinearWeights
 
 
-class PackedWeights(ABC):
+#: What a backend packs the weights into.
+P = TypeVar("P", Packed, PackedMatrix)
+
+
+class PackedWeights(ABC, Generic[P]):
     """What a MoELayer and a Linear have in common: a backend that has packed them, and an end.
 
     spec: what the weights are. name: theirs, for messages. backend, activations, tuned_for: as they were chosen. placement: the
@@ -31,7 +35,7 @@ class PackedWeights(ABC):
     """
 
     #: What a backend packs them into.
-    _kind: ClassVar[type]
+    _kind: ClassVar[type[Any]]
 
     spec: WeightSpec
     name: str
@@ -39,14 +43,14 @@ class PackedWeights(ABC):
     activations: str
     tuned_for: str
     placement: Placement
-    packed: Packed | PackedMatrix | None
+    packed: P | None
     mapped: bool
     nbytes: int
     rounding: str
 
     @staticmethod
     @abstractmethod
-    def _packed_by(chosen: Backend, weights: Weights, plan: Plan, progress: Progress | None, arenas: Arenas | None):
+    def _packed_by(chosen: Backend, weights: Any, plan: Plan, progress: Progress | None, arenas: Arenas | None) -> Any:
         """What a backend packs the weights into, or makes of arenas."""
 
     def _pack(
@@ -91,7 +95,13 @@ class PackedWeights(ABC):
         self.packed, self.rounding, self.nbytes = packed, packed.rounding, packed.nbytes
 
     def close(self) -> None:
-        """Give the memory back, after calls that are running. A second call does nothing."""
+        """Give the memory back, after calls that are running. A second call does nothing.
+
+        Examples:
+            >>> layer.close()
+            >>> layer.packed is None
+            True
+        """
         packed, self.packed = self.packed, None
         if packed is not None and self._closing.acquire(blocking=False):  # of threads that close it at once, one does
             packed.close()
@@ -99,10 +109,10 @@ class PackedWeights(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         kind = type(self).__name__
         raise NotCopyableError(
             f"{self.name}: a {kind} cannot be copied or pickled, since its packed weights are memory of this process. "
@@ -122,7 +132,7 @@ class PackedWeights(ABC):
         """What the weights are, for repr()."""
         return self.spec.description
 
-    def _open_for(self, doing: str) -> Packed | PackedMatrix:
+    def _open_for(self, doing: str) -> P:
         """What the backend packed. Raises ClosedError, which says what was to be done."""
         packed = self.packed  # once: close() may come from another thread
         if packed is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from ktmoe.errors import UnavailableError
 from ktmoe.messages import install
@@ -47,7 +48,7 @@ def steps() -> Iterator[Callable[..., AbstractContextManager[Draw]]]:
         yield step
 
 
-def _rich():
+def _rich() -> Any:
     """rich.progress, which has rich's Console, too."""
     try:
         from rich import progress
@@ -58,12 +59,12 @@ def _rich():
     return progress
 
 
-def _bar(rich, *columns, **options):
+def _bar(rich: Any, *columns: Any, **options: Any) -> Any:
     console = rich.Console(stderr=True)
     return rich.Progress(*columns, console=console, disable=not (console.is_jupyter or console.file.isatty()), **options)
 
 
-def _add(bar, description: str, total: float | None) -> Draw:
+def _add(bar: Any, description: str, total: float | None) -> Draw:
     task = bar.add_task(description, total=total)
 
     def draw(done: float, total: float) -> None:

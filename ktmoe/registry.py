@@ -7,7 +7,7 @@ import pkgutil
 import threading
 import warnings
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ktmoe import forks
 from ktmoe.errors import InputError, UnknownNameError
@@ -23,9 +23,14 @@ class Registry(Generic[T]):
     so does, under its entry point's name, every installed distribution with entry points in `group`.
     A built-in wins over an entry point of the same name. A plugin that cannot be loaded warns and is left out.
     base: the class that plugins inherit from; any will do by default.
+
+    Examples:
+        >>> names = ktmoe.loaders.registry.names()
+        >>> "deepseek_v4" in names, ktmoe.backends.registry.get("avx2").modes[0]
+        (True, 'int16')
     """
 
-    def __init__(self, kind: str, package: str, group: str, base: type = object):
+    def __init__(self, kind: str, package: str, group: str, base: type[Any] = object):
         self._kind = kind
         self._package = package
         self._group = group
@@ -40,7 +45,14 @@ class Registry(Generic[T]):
 
     def register(self, name: str, plugin: T, *, overwrite: bool = False) -> None:
         """Add a plugin. Raises ValueError if the name is taken, unless overwrite; InputError for what is no instance of the
-        base."""
+        base.
+
+        Examples:
+            >>> ktmoe.backends.register("mine", ktmoe.backends.get("avx2"))
+            >>> "mine" in ktmoe.backends.names()
+            True
+            >>> ktmoe.backends.unregister("mine")
+        """
         self._load()  # the built-ins take their names first; while they do, this does nothing
         plugin = self._checked(name, plugin)
         with self._lock:
@@ -49,14 +61,24 @@ class Registry(Generic[T]):
             self._plugins[name] = plugin
 
     def unregister(self, name: str) -> None:
-        """Take a plugin out. Raises UnknownNameError if there is none of that name."""
+        """Take a plugin out. Raises UnknownNameError if there is none of that name.
+
+        Examples:
+            >>> ktmoe.loaders.register("mine", ktmoe.loaders.get("fp8"))
+            >>> ktmoe.loaders.unregister("mine")
+        """
         self._load()
         with self._lock:
             self.get(name)
             del self._plugins[name]
 
     def get(self, name: str) -> T:
-        """The plugin of that name. Raises UnknownNameError, which lists the known names."""
+        """The plugin of that name. Raises UnknownNameError, which lists the known names.
+
+        Examples:
+            >>> ktmoe.backends.get("avx2").rank > 0
+            True
+        """
         self._load()
         try:
             return self._plugins[name]
@@ -64,17 +86,27 @@ class Registry(Generic[T]):
             raise UnknownNameError(f"unknown {self._kind} {name!r}; known are {', '.join(self.names())}") from None
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """All names, sorted.
+
+        Examples:
+            >>> "avx2" in ktmoe.backends.names()
+            True
+        """
         self._load()
         return sorted(self._plugins)
 
     def values(self) -> list[T]:
-        """All plugins, in the order of their names."""
+        """All plugins, in the order of their names.
+
+        Examples:
+            >>> len(ktmoe.backends.registry.values()) == len(ktmoe.backends.names())
+            True
+        """
         self._load()
         plugins = self._plugins.copy()  # at once: another thread may take one out
         return [plugins[name] for name in sorted(plugins)]
 
-    def _checked(self, name: str, plugin: object) -> T:
+    def _checked(self, name: str, plugin: Any) -> T:
         if not isinstance(plugin, self._base):
             base = f"{self._base.__module__}.{self._base.__qualname__}"
             raise InputError(f"{self._kind} {name!r} must be an instance of a class that inherits {base}, found {show(plugin)}")

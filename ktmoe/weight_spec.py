@@ -63,7 +63,11 @@ class WeightSpec(ABC):
         return self.num_experts * sum(self.formats[p].nbytes(*self.shape(p)) for p in self.projections)
 
     def check_expert(self, expert: int) -> None:
-        """Raise InputError if there is no expert of that number."""
+        """Raise InputError if there is no expert of that number.
+
+        Examples:
+            >>> experts.check_expert(0)
+        """
         if not 0 <= operator.index(expert) < self.num_experts:
             raise InputError(f"{self.name}: expert must be in [0, {self.num_experts}), found {expert}")
 
@@ -71,6 +75,9 @@ class WeightSpec(ABC):
         """Raise InputError if this is no Matrix, FormatError if it has not the projection's shape and format.
 
         Its bytes are not looked at: Matrix.refuse() does that.
+
+        Examples:
+            >>> experts.check(0, "gate", experts.matrix(0, "gate"))
         """
         if not isinstance(matrix, Matrix):
             raise InputError(f"{self.name}: {projection} of {self.one(expert)} must be a Matrix, found {type(matrix).__name__}")

@@ -24,7 +24,7 @@ ALLOWED = (
     r"this Python has a GIL",
     r"needs (several NUMA nodes|the guest (\w+ )?of make test-numa)",  # these guests have them
     r"IPv6 cannot be used here",
-    r"(kt-kernel|SGLang|compressed-tensors|modelopt|autoawq|quark|gptqmodel|torchao) is not installed",
+    r"(kt-kernel|SGLang|compressed-tensors|modelopt|autoawq|quark|gptqmodel|torchao|mypy) is not installed",
     r"(llama|llama-converter|engines) is not installed",
     r"this CPU lacks what kt-kernel's \w+ needs",
 )

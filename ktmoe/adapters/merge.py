@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,12 @@ class Merged:
     path: of the result. layers: of each layer that was merged, what bfloat16 lost of the adapter: Error.relative is the root
     mean square of what rounding changed beside that of s B A. nbytes: of all tensors. kept: files that were finished before
     this run. left_out: files and folders of the checkpoint that were not copied, the latter with a "/" in the end.
+
+    Examples:
+        >>> qwen3 = ktmoe.load_experts("Qwen3-30B-A3B", 0)
+        >>> merged = merge_adapter("Qwen3-30B-A3B", {1: ktmoe.training.Lora.initial(qwen3.spec, rank=8, alpha=16)}, "merged-1")
+        >>> list(merged.layers), merged.left_out
+        ([1], [])
     """
 
     path: str
@@ -68,6 +75,12 @@ def merge_adapter(
     Raises FormatError for experts that are not bfloat16, and for sums that are not finite; MissingTensorError for a layer that
     the checkpoint has not; InputError for an adapter of other shapes; OutputError, OutOfSpaceError and OutOfMemoryError; what
     import_adapter() raises.
+
+    Examples:
+        >>> qwen3 = ktmoe.load_experts("Qwen3-30B-A3B", 0)
+        >>> merged = merge_adapter("Qwen3-30B-A3B", {0: ktmoe.training.Lora.initial(qwen3.spec, rank=8, alpha=16)}, "merged-0")
+        >>> merged.path, merged.layers[0].relative  # B is 0 in a new adapter: it changes nothing
+        ('merged-0', 0.0)
     """
     if shard_bytes < 1:
         raise InputError(f"shard_bytes: expected at least 1, found {shard_bytes}")
@@ -161,7 +174,7 @@ def _digest(loras: Mapping[int | str, Lora]) -> str:
     return found.hexdigest()
 
 
-def _data(loras: Mapping[int | str, Lora], errors: Mapping[int | str, Error]) -> dict:
+def _data(loras: Mapping[int | str, Lora], errors: Mapping[int | str, Error]) -> dict[str, Any]:
     """What is kept beside the weights: the same whether the merge was interrupted or not."""
     return {
         "ktmoe": version(),

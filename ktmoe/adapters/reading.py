@@ -34,6 +34,12 @@ def import_adapter(folder: str | os.PathLike[str], model: Model, *, experts_only
     differs by a power of two, its B is multiplied by that.
     Raises CheckpointError for files that are malformed, do not fit each other or change meanwhile, FormatError for an adapter
     that is not of experts alone or that a Lora cannot be, InputError for a model that does not serve, OutOfMemoryError.
+
+    Examples:
+        >>> qwen3 = ktmoe.load_experts("Qwen3-30B-A3B", 0)
+        >>> export_adapter("adapter", {0: ktmoe.training.Lora.initial(qwen3.spec, rank=8, alpha=16)}, "Qwen3-30B-A3B")
+        >>> import_adapter("adapter", "Qwen3-30B-A3B")
+        {0: Lora(rank=16, alpha=32, gate, up, down, 8 experts)}
     """
     folder, places = Path(folder), Places(model)
     config = AdapterConfig(folder)

@@ -59,6 +59,13 @@ def export_adapter(
     overwrite: whether an adapter that is there may be replaced; it stays as it is until the new one is on the disk. Weights
     without adapter_config.json, which an interrupted call leaves, are replaced in any case.
     Raises InputError, CheckpointError for a config.json that cannot be read, OutputError.
+
+    Examples:
+        >>> qwen3 = ktmoe.load_experts("Qwen3-30B-A3B", 0)
+        >>> lora = ktmoe.training.Lora.initial(qwen3.spec, rank=8, alpha=16)
+        >>> export_adapter("adapter", {0: lora}, "Qwen3-30B-A3B")
+        >>> sorted(os.listdir("adapter"))
+        ['adapter_config.json', 'adapter_model.safetensors']
     """
     folder, places = output_folder(folder), Places(model, modules)
     listed = _parameters if fused_experts else _modules

@@ -3,6 +3,8 @@
 from ktmoe.backends.base import Backend, Found
 from ktmoe.registry import Registry
 
+__all__ = ["Backend", "Found", "available", "get", "names", "ranked", "register", "registry", "unregister"]
+
 registry: Registry[Backend] = Registry("backend", __name__, "ktmoe.backends", Backend)
 register = registry.register
 unregister = registry.unregister
@@ -11,10 +13,20 @@ names = registry.names
 
 
 def ranked() -> list[str]:
-    """All names, best first, whether or not they can run here."""
+    """All names, best first, whether or not they can run here.
+
+    Examples:
+        >>> sorted(ktmoe.backends.ranked()) == ktmoe.backends.names()
+        True
+    """
     return sorted(names(), key=lambda name: -get(name).rank)
 
 
 def available() -> list[str]:
-    """Names of the backends that can run on this CPU, best first."""
+    """Names of the backends that can run on this CPU, best first.
+
+    Examples:
+        >>> layer.backend in ktmoe.backends.available()
+        True
+    """
     return [name for name in ranked() if isinstance(get(name).lookup(), Found)]

@@ -23,7 +23,7 @@ TUNED_FOR = ("decode", "prefill")
 #: Activation modes that a user has to name, since they round too much to be anybody's default: "auto" passes over them.
 NEVER_AUTO = frozenset({"int8", *MX})
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], object]
 #: The checkpoint's bytes of some matrices: by projection, the arrays of WeightFormat.arrays() by name.
 Stored = Mapping[str, Mapping[str, np.ndarray]]
 
@@ -31,7 +31,13 @@ Stored = Mapping[str, Mapping[str, np.ndarray]]
 @dataclass(frozen=True)
 class Found:
     """How a backend computes. activations: the mode, by its shortest name. table: the kernels, and form: of the rows that these
-    take; None for a backend without a kernel table."""
+    take; None for a backend without a kernel table.
+
+    Examples:
+        >>> found = ktmoe.backends.get(layer.backend).lookup(experts, "bf16")
+        >>> found.activations
+        'bf16'
+    """
 
     activations: str
     table: core.KernelTable | None = None
@@ -152,7 +158,13 @@ class PackedMatrix(ABC):
 
 
 class Backend(ABC):
-    """One way to compute. rank: "auto" takes the highest that can run. modes: its activation modes, its preference first."""
+    """One way to compute. rank: "auto" takes the highest that can run. modes: its activation modes, its preference first.
+
+    Examples:
+        >>> backend = ktmoe.backends.get(layer.backend)
+        >>> backend.modes[0], backend.linear
+        ('bf16', True)
+    """
 
     rank: int = 0
     #: Whether it has pack_linear().

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ktmoe import backends
 from ktmoe.backends.base import Backend, Found, Missing, mode_by
@@ -45,14 +45,15 @@ def choose_backend(name: str = "auto", experts: Weights = None, activations: str
     return Choice(name, why, found.activations)
 
 
-def _claim(backend: Backend, weights: Weights, activations: str) -> Found | Missing:
+def _claim(backend: Backend, weights: Any, activations: str) -> Found | Missing:
     if isinstance(weights, LinearWeights) and not backend.linear:
         return Missing("it computes no dense matrices")
     return backend.claim(weights, activations)
 
 
 def _best(experts: Weights, activations: str) -> Choice:
-    passed_over, ranked = [], backends.ranked()
+    passed_over: list[str] = []
+    ranked = backends.ranked()
     for name in ranked:
         found = _claim(backends.get(name), experts, activations)
         if isinstance(found, Found):

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from typing import Any
 
 from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
@@ -246,10 +247,10 @@ def _shards(experts: ExpertWeights, placement: Placement) -> list[tuple[int, int
     return numa.split(experts.intermediate, experts.shard_unit, placement.shards)
 
 
-def _read_ahead(experts: ExpertWeights):
+def _read_ahead(experts: ExpertWeights) -> Any:
     """Yields {projection: Matrix} by expert, reading the next ones while the caller packs."""
 
-    def read(expert):
+    def read(expert: Any) -> Any:
         with memory_for(f"{experts.name}: reading {experts.one(expert)}"):
             return {projection: experts.matrix(expert, projection) for projection in experts.projections}
 

@@ -9,7 +9,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any, Protocol
 
 from ktmoe import forks
 from ktmoe.errors import ClosedError, thread_for
@@ -36,8 +36,8 @@ class BackgroundTasks:
     def __init__(
         self,
         what: str,
-        sizes: Mapping[Hashable, int],
-        make: Callable[[Hashable, Progress], Closable],
+        sizes: Mapping[Any, int],
+        make: Callable[[Any, Progress], Any],
         at_once: int,
         progress: Progress | None,
         resources: ExitStack,
@@ -68,7 +68,7 @@ class BackgroundTasks:
             self.stop()
             raise
 
-    def get(self, key: Hashable) -> Closable:
+    def get(self, key: Hashable) -> Any:
         """What was made for a key, as soon as it is. Raises the error of making it; ClosedError if it was not to be made."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._made or key in self._failed or self._ended())
@@ -123,7 +123,7 @@ class BackgroundTasks:
         """(bytes done, bytes in all)."""
         return sum(self._done.values()), sum(self._sizes.values())
 
-    def made(self) -> list[Closable]:
+    def made(self) -> list[Any]:
         """What is made by now, in order."""
         with self._changed:
             return [self._made[key] for key in self._sizes if key in self._made]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from ktmoe import forks
 from ktmoe.errors import thread_for
@@ -16,10 +17,11 @@ class Worker:
 
     def __init__(self, name: str):
         self._name = name
+        self._executor: ThreadPoolExecutor | None
         self.after_fork()
         forks.watch(self)
 
-    def submit(self, job: Callable, *arguments: object) -> Future:
+    def submit(self, job: Callable[..., Any], *arguments: object) -> Future[Any]:
         """Queue a job. Raises UnavailableError if the thread cannot be started; the job is dropped then."""
         with self._lock:
             executor = self._executor or ThreadPoolExecutor(1, self._name, numa.unpin)
@@ -36,7 +38,7 @@ class Worker:
     def after_fork(self) -> None:
         """The thread and what it was about to do are the parent's."""
         self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor = None
 
 
 #: The thread of submit(), whatever it is of: jobs run in the order of submission.

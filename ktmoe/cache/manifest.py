@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from ktmoe._native import core
@@ -134,7 +135,7 @@ def stated(item: Item, entry: PackedFile, of_checkpoint: str) -> dict[str, str]:
     return {"kind": f"ktmoe packed {item.what}", item.what: str(item.name), "packed_from": packed}
 
 
-def read(folder: str | os.PathLike) -> Manifest:
+def read(folder: str | os.PathLike[str]) -> Manifest:
     """The manifest of a cache. Raises CacheError if the folder has none, or a damaged one, or one of another version."""
     path = Path(folder) / NAME
     if not os.path.lexists(path):
@@ -197,7 +198,7 @@ _FITS = {
 }
 
 
-def _record(record: type, entry: object, what: str):
+def _record(record: type, entry: object, what: str) -> Any:
     """A dataclass of what is in an object. Raises CacheError."""
     names = [field.name for field in fields(record)]
     if not isinstance(entry, dict) or set(entry) != set(names):

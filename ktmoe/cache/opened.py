@@ -32,7 +32,7 @@ class Cache:
     Raises CacheError, which names the file, if the cache is damaged, of another version, or of another checkpoint.
     """
 
-    def __init__(self, path: str | os.PathLike, checkpoint: Checkpoint):
+    def __init__(self, path: str | os.PathLike[str], checkpoint: Checkpoint):
         self.path = Path(path)
         self._manifest = manifest.read(path)
         source.check(checkpoint, self._manifest.source, str(path))
@@ -103,7 +103,7 @@ class Cache:
         return entry
 
 
-def open_cache(cache: str | os.PathLike, checkpoint: Checkpoint, physical_to_logical: object) -> Cache:
+def open_cache(cache: str | os.PathLike[str], checkpoint: Checkpoint, physical_to_logical: object) -> Cache:
     """A cache of that checkpoint. Raises CacheError; InputError if experts are to be in other places."""
     if physical_to_logical is not None:
         raise InputError("cache: expected no physical_to_logical: a packed cache has the checkpoint's experts as they are")

@@ -29,6 +29,11 @@ class PackReport:
     """What pack() did: layers and dense matrices that it wrote, kept and verified; nbytes: of all their files.
 
     skipped: matrices that fit a name with a * and were left out, and why.
+
+    Examples:
+        >>> report = pack("DeepSeek-V4-Flash", "packed-report", layers=[0])
+        >>> report.written, report.nbytes > 0
+        ([0], True)
     """
 
     written: list[int | str] = field(default_factory=list)
@@ -46,8 +51,8 @@ class PackReport:
 
 
 def pack(
-    path: str | os.PathLike,
-    out: str | os.PathLike,
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
     layers: Iterable[int | str] | None = None,
     *,
     matrices: Iterable[str] | None = (),
@@ -68,6 +73,12 @@ def pack(
     Memory is needed for a few experts, or for one matrix, read and packed. A file is there whole or not at all.
     Raises OutputError (the target has something else, or another process writes it, or the disk is full), OutOfSpaceError,
     CheckpointError if the checkpoint's files change meanwhile, CacheError if bytes differ, and what loaders raise.
+
+    Examples:
+        >>> report = pack("DeepSeek-V4-Flash", "packed", layers=[3])
+        >>> layer = ktmoe.MoELayer.from_checkpoint("DeepSeek-V4-Flash", 3, cache="packed")
+        >>> layer.mapped
+        True
     """
     folder = output_folder(out)
     with Checkpoint(path) as seen:  # before those that are read are opened, so that a file that is replaced in between differs

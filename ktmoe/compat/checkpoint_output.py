@@ -21,7 +21,7 @@ class State(StrEnum):
 class CheckpointOutput:
     """A mixin of SFTWrapper. Its methods raise UnavailableError (a RuntimeError) in a state that does not allow them."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.checkpoint_cache_state = State.EMPTY
         self.reuse_checkpoint_forward = False
         self._kept_output = None

@@ -50,7 +50,7 @@ class Passes:
     deferred is dropped with it. A layer that none follows has nothing to add to, and must not defer.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.layers: dict[object, Counter[int]] = {}
         self.pending: dict[object, Pending] = {}
 

@@ -16,7 +16,7 @@ from ktmoe.compat.lock import FinalizerLock
 class Engine:
     """lock: held from taking what a layer is due until its tasks are queued, so that tasks run in the order of the passes."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.lock = FinalizerLock()
         self.passes = Passes()
         self.captures = Captures(self.lock)

@@ -12,7 +12,7 @@ from ktmoe import forks
 class FinalizerLock:
     """A reentrant lock, by with. soon(): what finalizers do under it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._lock = threading.RLock()
         self._depth = 0
         self._left: deque[Callable[[], object]] = deque()

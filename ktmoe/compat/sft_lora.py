@@ -19,7 +19,7 @@ NAMES = tuple(f"{projection}_lora_{letter}" for projection in PROJECTIONS for le
 class GradientMemory:
     """float32 memory for an adapter's gradients, which all layers of a process share, since they are computed one at a time."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._memory = np.empty(0, np.float32)
         self.after_fork()
         forks.watch(self)

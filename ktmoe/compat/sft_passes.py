@@ -34,7 +34,7 @@ class _Pending:
 class SFTPasses:
     """A mixin of SFTWrapper, which has all other attributes."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._saved = SavedStack(self.max_cache_depth, forgets=True)
         self.after_fork()
         forks.watch(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from ktmoe.conversion.plan import plan
 from ktmoe.conversion.source import Source
@@ -28,6 +29,11 @@ class Report:
     layers: what rounding changed of each layer. source_nbytes, nbytes: of all tensors before and after. note: what is to be
     known of config.json, or "". kept: files that were finished before this run. left_out: files and folders of the source that
     were not copied, the latter with a "/" in the end.
+
+    Examples:
+        >>> report = ktmoe.convert("Qwen3-30B-A3B", "Qwen3-30B-A3B-MXFP4", "mxfp4")
+        >>> report.rule, report.nbytes < report.source_nbytes
+        ('ceil', True)
     """
 
     path: str
@@ -72,6 +78,11 @@ def convert(
     is written; OutOfMemoryError; CheckpointError also for a file that changes meanwhile; FormatError for experts that are not
     to be converted; InputError for options that do not exist, and for formats that no backend computes; UnavailableError if a
     thread cannot be started, as when the interpreter exits.
+
+    Examples:
+        >>> report = ktmoe.convert("Qwen3-30B-A3B", "Qwen3-30B-A3B-INT8", "int8", layers=[0])
+        >>> list(report.layers), report.format
+        ([0], 'INT8 with an fp32 factor per row')
     """
     if shard_bytes < 1:
         raise InputError(f"shard_bytes: expected at least 1, found {shard_bytes}")
@@ -107,7 +118,7 @@ def convert(
     return Report(str(folder), to, rule, words, written.errors, before, written.nbytes, made.note, written.kept, left_out)
 
 
-def _data(quantizer: Quantizer, note: str, errors: dict[int | str, Error]) -> dict:
+def _data(quantizer: Quantizer, note: str, errors: dict[int | str, Error]) -> dict[str, Any]:
     """The report as it is kept beside the weights: the same whether the conversion was interrupted or not."""
     return {
         "ktmoe": version(),

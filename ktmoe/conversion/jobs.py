@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from ktmoe.conversion.storage import Storage
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.files.safetensors_writer import item_bytes, nbytes_of
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.safetensors_file import TensorInfo
+from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.quantization import Error, Quantizer
 
 #: Bytes of a tensor that are copied at a time.
@@ -131,7 +132,9 @@ def _job(
     return Job(nbytes, lambda: make(projections), layer)
 
 
-def _rounded(experts: ExpertWeights, number: int, projections: tuple[str, ...], quantizer: Quantizer) -> tuple[dict, Error]:
+def _rounded(
+    experts: ExpertWeights, number: int, projections: tuple[str, ...], quantizer: Quantizer
+) -> tuple[dict[str, Any], Error]:
     """Matrices by projection. Where a matrix has a factor, gate and up have the same one, since engines compute them as one."""
     matrices = {projection: experts.matrix(number, projection) for projection in projections}
     factor, largest = quantizer.format.factor, None

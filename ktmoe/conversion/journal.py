@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 from ktmoe.errors import CheckpointError, OutputError
 from ktmoe.files.atomic import unfinished, write_json
@@ -23,7 +24,7 @@ class Journal:
     Raises OutputError for a folder with other files, or with the journal of other options.
     """
 
-    def __init__(self, folder: Path, identity: dict, command: str, noun: str):
+    def __init__(self, folder: Path, identity: dict[str, Any], command: str, noun: str):
         self._path = folder / INDEX_NAME
         self._key, self._noun = f"ktmoe_{command}", noun
         # in the place of an index's weight_map, which readers name when they refuse it

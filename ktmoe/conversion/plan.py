@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, KeysView
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ktmoe import loaders
 from ktmoe.conversion import jobs, stated
@@ -16,8 +17,8 @@ from ktmoe.conversion.storage import DEEPSEEK_V4, Storage, storage
 from ktmoe.errors import FormatError, InputError, MissingTensorError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.loaders import naming
-from ktmoe.loaders.base import find_loader, load_layers
-from ktmoe.loaders.safetensors_file import TensorInfo
+from ktmoe.loaders.base import Loader, find_loader, load_layers
+from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.messages import show
 from ktmoe.quantization import Quantizer
 from ktmoe.weights.elements import INT8, INT8_PLUS_128
@@ -50,7 +51,7 @@ class ConversionPlan:
 
     layers: dict[int | str, ExpertWeights]
     shards: list[Shard]
-    config: dict
+    config: dict[str, Any]
     note: str
 
 
@@ -118,7 +119,7 @@ def _check(experts: ExpertWeights, quantizer: Quantizer, requantize: bool) -> No
             )
 
 
-def _storages(source: Source, quantizer: Quantizer, readers: dict, rest: list[TensorInfo]) -> Storage | None:
+def _storages(source: Source, quantizer: Quantizer, readers: dict[int | str, Loader], rest: list[TensorInfo]) -> Storage | None:
     """How all experts are stored; None: as gpt-oss has MXFP4. Raises FormatError for formats that a model cannot have."""
     kinds = {reader is loaders.get("gpt_oss") for reader in readers.values()}
     if kinds == {True} and quantizer.format == MXFP4:

@@ -13,7 +13,8 @@ from ktmoe.errors import CheckpointError, FormatError, KtmoeError
 from ktmoe.files.inside import Inside
 from ktmoe.loaders import unchanged
 from ktmoe.loaders.checkpoint import INDEX_NAME, MISTRAL_INDEX_NAME, Checkpoint
-from ktmoe.loaders.safetensors_file import DTYPE_BITS, TensorInfo
+from ktmoe.loaders.safetensors_file import DTYPE_BITS
+from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.messages import show
 
 #: config.json, or Mistral's in its place.

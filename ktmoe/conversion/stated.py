@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from ktmoe.conversion.storage import DEEPSEEK_V4, Storage
-from ktmoe.loaders.safetensors_file import TensorInfo
+from ktmoe.loaders.tensor_file import TensorInfo
 
 _STEMS = "gate_proj|up_proj|down_proj|w1|w2|w3"
 #: What the name of a module within an expert has behind the experts' own.
@@ -30,8 +31,8 @@ _GPT_OSS = {
 
 
 def config(
-    original: dict, stored: Storage | None, layers: Collection[int | str], partly: bool, rest: Iterable[TensorInfo]
-) -> tuple[dict, str]:
+    original: dict[str, Any], stored: Storage | None, layers: Collection[int | str], partly: bool, rest: Iterable[TensorInfo]
+) -> tuple[dict[str, Any], str]:
     """config.json of the result, and what is to be known of it, or "".
 
     original: the source's. stored: how experts are stored; None: as gpt-oss has MXFP4. layers: that are converted; partly:
@@ -59,7 +60,7 @@ def config(
     return made, stored.note
 
 
-def without(original: dict) -> dict:
+def without(original: dict[str, Any]) -> dict[str, Any]:
     """config.json of the same model with nothing quantized."""
     made = copy.deepcopy(original)
     nested = made.get("text_config")
@@ -69,7 +70,7 @@ def without(original: dict) -> dict:
     return made
 
 
-def _fresh(stored: Storage, layers: Collection[int | str], partly: bool, rest: list[TensorInfo]) -> dict:
+def _fresh(stored: Storage, layers: Collection[int | str], partly: bool, rest: list[TensorInfo]) -> dict[str, Any]:
     ignored = _modules(rest)
     if stored.method != "compressed-tensors":
         return {"quant_method": stored.method, **stored.stated, stored.ignored: ignored}
@@ -83,7 +84,7 @@ def _fresh(stored: Storage, layers: Collection[int | str], partly: bool, rest: l
     }
 
 
-def _added(found: dict, stored: Storage, layers: Collection[int | str], partly: bool) -> dict:
+def _added(found: dict[str, Any], stored: Storage, layers: Collection[int | str], partly: bool) -> dict[str, Any]:
     """A quantization_config of compressed-tensors with one group more, which comes first, for the experts."""
     groups = found.get("config_groups")
     groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
@@ -117,7 +118,7 @@ def _quick(pattern: str) -> bool:
     return len(pattern) <= 1000 and repeats <= 4 and groups <= 2 and not re.search(r"[)][*+{]", pattern)
 
 
-def _group(stored: Storage, layers: Collection[int | str], partly: bool) -> dict:
+def _group(stored: Storage, layers: Collection[int | str], partly: bool) -> dict[str, Any]:
     where = ""
     if partly:
         names = [f"layers[.]{layer}" if isinstance(layer, int) else re.escape(layer) for layer in layers]

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 from ktmoe.conversion.jobs import CHUNK_BYTES, Job, Made
 from ktmoe.conversion.journal import Journal
@@ -43,11 +44,11 @@ class Task:
     command: str
     noun: str
     shards: list[Shard]
-    config: dict
+    config: dict[str, Any]
     copied: list[str]
     identity: Mapping[str, object]
     layers: Collection[int | str]
-    report: Callable[[dict[int | str, Error]], dict]
+    report: Callable[[dict[int | str, Error]], dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,11 @@ class Division:
     groups of neighbours; shard g * cut + p has piece p of group g's experts. ranks: processes.
     replicas: {expert: ranks that have it besides its own}, in all pieces.
     homes: the rank that has each shard; None: neighbours, as many on each rank. Raises InputError.
+
+    Examples:
+        >>> division = Division(num_experts=8, shards=4, cut=1, ranks=2, replicas={})
+        >>> division.home
+        array([0, 0, 1, 1])
     """
 
     num_experts: int
@@ -34,7 +39,7 @@ class Division:
     replicas: Mapping[int, Sequence[int]]
     homes: Sequence[int] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 1 <= self.shards <= MOST:
             raise InputError(f"shards must be 1 to {MOST}, found {show(self.shards)}")
         if self.cut < 1 or self.shards % self.cut:
@@ -77,7 +82,12 @@ class Division:
         return np.repeat(np.arange(self.ranks), sizes)
 
     def held(self, rank: int) -> list[tuple[int, int]]:
-        """(shard, expert) of all that a rank has, ascending."""
+        """(shard, expert) of all that a rank has, ascending.
+
+        Examples:
+            >>> Division(num_experts=4, shards=4, cut=1, ranks=2, replicas={0: [1]}).held(1)
+            [(0, 0), (2, 2), (3, 3)]
+        """
         own = {(int(shard), int(expert)) for shard in np.flatnonzero(self.home == rank) for expert in self._experts_of(shard)}
         copies = {
             (int(self.group_of[expert]) * self.cut + piece, int(expert))
@@ -88,13 +98,23 @@ class Division:
         return sorted(own | copies)
 
     def most_rows(self, rank: int) -> int:
-        """Partial sums of one token that a rank sends at most."""
+        """Partial sums of one token that a rank sends at most.
+
+        Examples:
+            >>> Division(num_experts=8, shards=4, cut=1, ranks=2, replicas={}).most_rows(0)
+            1
+        """
         if self.replicas:
             return self.shards
         return len(sent(np.ones((1, self.shards), bool), (self.home == rank)[None])[0])
 
     def wanted(self, ids: np.ndarray) -> np.ndarray:
-        """Which shards tokens need, bool [tokens, shards]. ids: of experts, [tokens, top_k]; num_experts is no expert."""
+        """Which shards tokens need, bool [tokens, shards]. ids: of experts, [tokens, top_k]; num_experts is no expert.
+
+        Examples:
+            >>> Division(num_experts=4, shards=4, cut=1, ranks=2, replicas={}).wanted(np.array([[0, 3]]))
+            array([[ True, False, False,  True]])
+        """
         groups = np.zeros((len(ids), self.groups + 1), bool)
         groups[np.arange(len(ids))[:, None], self.group_of[ids]] = True
         return np.repeat(groups[:, :-1], self.cut, axis=1)
@@ -104,6 +124,11 @@ class Division:
 
         A rank may compute it that has all experts which the token has chosen of that shard. Where there are several, the one
         with the least to compute so far does, of equal ones the first. All ranks find the same.
+
+        Examples:
+            >>> division, ids = Division(num_experts=4, shards=4, cut=1, ranks=2, replicas={}), np.array([[0, 3]])
+            >>> division.owners(ids, division.wanted(ids))
+            array([[0, 0, 1, 1]])
         """
         owner = np.broadcast_to(self.home, wanted.shape)
         if not self.replicas or not len(ids):
@@ -120,7 +145,7 @@ class Division:
             load[rank] += 1
         return owner
 
-    def _experts_of(self, shard: int) -> np.ndarray:
+    def _experts_of(self, shard: int | np.integer) -> np.ndarray:
         return np.flatnonzero(self.group_of[:-1] == shard // self.cut)
 
     def _able(self, ids: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,7 +100,7 @@ class GlooCommunicator:
         self._initialized = False
 
     @staticmethod
-    def _reached(call, what: str):
+    def _reached(call: Any, what: str) -> Any:
         try:
             return call()
         except (RuntimeError, ValueError) as error:

@@ -6,8 +6,10 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NoReturn, SupportsIndex
 
 from ktmoe import forks
+from ktmoe.arrays import A, AnyArray
 from ktmoe.backends.base import Progress
 from ktmoe.distributed.communicator import Alone, Communicator
 from ktmoe.distributed.division import Division
@@ -46,6 +48,10 @@ class Distribution:
     gathered: tokens of a call for which each first message has room. More take further messages.
     One thread of a process calls the layers of a communicator, or their calls could have another order elsewhere.
     Raises InputError.
+
+    Examples:
+        >>> Distribution(Alone(), shards=2).division(experts).held(0)[:2]
+        [(0, 0), (0, 1)]
     """
 
     communicator: Communicator = field(default_factory=Alone)
@@ -58,7 +64,7 @@ class Distribution:
     #: Held while a layer is called: threads take turns.
     lock: threading.Lock = field(init=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("shards", "cut", "gathered"):
             if not isinstance(getattr(self, name), int):
                 raise InputError(f"{name} must be a whole number, found {show(getattr(self, name))}")
@@ -73,12 +79,21 @@ class Distribution:
         object.__setattr__(self, "lock", threading.Lock())
 
     def division(self, experts: ExpertWeights, layer: int | str | None = None) -> Division:
-        """Which process has what of a layer. Raises InputError where its experts cannot be divided like this."""
+        """Which process has what of a layer. Raises InputError where its experts cannot be divided like this.
+
+        Examples:
+            >>> Distribution(Alone(), shards=2).division(experts).groups
+            2
+        """
         copies = self.replicas.get(layer, {})
         return Division(experts.num_experts, self.shards, self.cut, self.communicator.size, copies, self.homes)
 
     def check_layers(self, layers: Iterable[int | str]) -> None:
-        """Raise InputError for replicas of a layer that is none of these."""
+        """Raise InputError for replicas of a layer that is none of these.
+
+        Examples:
+            >>> Distribution(Alone(), replicas={3: {0: [0]}}).check_layers([0, 1, 2, 3])
+        """
         if unknown := [layer for layer in self.replicas if layer not in set(layers)]:
             raise InputError(f"replicas must be of {naming.listed(list(layers))}, found {show(unknown[0])}")
 
@@ -89,10 +104,15 @@ class Distribution:
         return f"{self.shards} {self.cut} {self.tokens} {copies} {self.homes} {self.gathered}"
 
     def own_part(self, experts: ExpertWeights, layer: int | str | None = None) -> list[ExpertWeights]:
-        """What this process has of a layer's experts. Raises InputError."""
+        """What this process has of a layer's experts. Raises InputError.
+
+        Examples:
+            >>> sum(part.num_experts for part in Distribution(Alone()).own_part(experts, 3)) == experts.num_experts
+            True
+        """
         return [part.weights for part in parts_of(experts, self.division(experts, layer), self.communicator.rank)]
 
-    def __deepcopy__(self, memo: dict) -> Distribution:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Distribution:
         """The same object: copies of a model share its connections."""
         return self
 
@@ -107,6 +127,12 @@ class DistributedLayer:
     Attributes: distribution, division: who has what.
 
     Raises what MoELayer raises, and InputError where the experts cannot be divided like this.
+
+    Examples:
+        >>> with DistributedLayer(experts, Distribution(Alone()), layer=3) as layer:
+        ...     y = layer.forward(x, ids, weights)
+        >>> y.shape == x.shape
+        True
     """
 
     def __init__(
@@ -144,19 +170,24 @@ class DistributedLayer:
     @classmethod
     def from_checkpoint(
         cls,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         layer: int | str,
         distribution: Distribution,
         backend: str = "auto",
         activations: str = "auto",
         *,
         loader: str = "auto",
-        **options,
+        **options: Any,
     ) -> DistributedLayer:
         """One layer of a checkpoint. All processes call it; where one of them raises, all do.
 
         path, layer, loader: as MoELayer.from_checkpoint has them. options: more arguments of DistributedLayer.
         Raises what MoELayer.from_checkpoint raises, RankError where another process raised.
+
+        Examples:
+            >>> layer = DistributedLayer.from_checkpoint("DeepSeek-V4-Flash", 3, Distribution(Alone()))
+            >>> layer.num_experts == experts.num_experts
+            True
         """
         with together(distribution.communicator, f"layer {layer}", distribution.what), Checkpoint(path) as checkpoint:
             experts = find_loader(checkpoint, loader, layer).load(checkpoint, layer)
@@ -190,13 +221,18 @@ class DistributedLayer:
         """Of this process' packed weights."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def forward(self, x, expert_ids, expert_weights, out=None):
+    def forward(self, x: A, expert_ids: AnyArray, expert_weights: AnyArray, out: A | None = None) -> A:
         """y [tokens, hidden], in x's kind and dtype. All processes call it, layer after layer in the same order.
 
         The arguments are those of MoELayer.forward, without shared experts: with tokens="same" the same on all processes, with
         "own" each process' own, which may be of 0 tokens.
         Raises what MoELayer.forward raises, on the process where it happens. RankError: another process raised, is gone, calls
         another layer, or has other arguments where they have to be the same. ClosedError in a forked child.
+
+        Examples:
+            >>> layer = DistributedLayer(experts, Distribution(Alone()))
+            >>> layer.forward(x, ids, weights).dtype
+            dtype('float32')
         """
         if os.getpid() != self._made_in and self.distribution.communicator.size > 1:
             raise ClosedError(f"{self.spec.name}: forward in a forked child, which has no connection to other processes")
@@ -212,16 +248,23 @@ class DistributedLayer:
             return y
 
     def close(self) -> None:
-        """Give this process' packed weights back. The communicator stays open."""
+        """Give this process' packed weights back. The communicator stays open.
+
+        Examples:
+            >>> layer = DistributedLayer(experts, Distribution(Alone()))
+            >>> layer.close()
+            >>> layer.layers
+            ()
+        """
         self._local.close()
 
     def __enter__(self) -> DistributedLayer:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise NotCopyableError(
             f"{self.spec.name}: a DistributedLayer cannot be copied or pickled: its weights are memory of this process"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class LocalExperts:
     Raises what MoELayer raises; nothing is kept then.
     """
 
-    def __init__(self, spec: ExpertSpec, division: Division, parts: Sequence[Part], progress: Progress | None, **options):
+    def __init__(self, spec: ExpertSpec, division: Division, parts: Sequence[Part], progress: Progress | None, **options: Any):
         self.spec, self.division = spec, division
         self._parts = parts
         self._everyone = np.ones(spec.num_experts, bool)
@@ -64,7 +64,7 @@ class LocalExperts:
         )
         return f"{self.spec.name} {self.spec.description} {how}"
 
-    def checked(self, x, expert_ids, expert_weights, out) -> Arguments:
+    def checked(self, x: Any, expert_ids: Any, expert_weights: Any, out: Any) -> Arguments:
         """Raises InputError, ClosedError."""
         if self.layers is None:
             raise ClosedError(f"{self.spec.name}: forward after close()")

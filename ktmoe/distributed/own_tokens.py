@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class OwnTokens(Way):
         super().__init__(local, communicator, gathered)
         self._room = gathered * _row(local.spec.hidden, TOP_K_ROOM).itemsize
 
-    def forward(self, x, expert_ids, expert_weights, out):
+    def forward(self, x: Any, expert_ids: Any, expert_weights: Any, out: Any) -> Any:
         try:
             bits, ids, weights, target, batch = self._local.checked(x, expert_ids, expert_weights, out)
         except Exception as error:

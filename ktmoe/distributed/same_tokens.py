@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class SameTokens(Way):
         #: Bytes of each rank's first message, whatever is called and whatever happened.
         self._first_bytes = [HEADER.itemsize + gathered * of_rank * local.spec.hidden * 4 for of_rank in rows]
 
-    def forward(self, x, expert_ids, expert_weights, out):
+    def forward(self, x: Any, expert_ids: Any, expert_weights: Any, out: Any) -> Any:
         try:
             bits, ids, weights, target, batch = self._local.checked(x, expert_ids, expert_weights, out)
         except Exception as error:

@@ -15,6 +15,10 @@ def together(communicator: Communicator, what: str, settings: object = None) -> 
 
     what: for messages. settings: what else has to be the same on all. Raises RankError where the block raised on another
     process, or where these differ.
+
+    Examples:
+        >>> with together(Alone(), "loading"):
+        ...     experts = ktmoe.load_experts("DeepSeek-V4-Flash", 3)
     """
     raised = None
     try:

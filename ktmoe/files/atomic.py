@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -95,13 +96,13 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}{UNFINISHED}")
 
 
-def write_json(path: str | os.PathLike[str], value: dict, *, overwrite: bool = False) -> None:
+def write_json(path: str | os.PathLike[str], value: dict[str, Any], *, overwrite: bool = False) -> None:
     """A whole file of indented JSON. Raises OutputError."""
     with AtomicFile(path, overwrite=overwrite) as file:
         file.write(indented_json(value))
 
 
-def indented_json(value: dict) -> bytes:
+def indented_json(value: dict[str, Any]) -> bytes:
     """What write_json() writes."""
     return json.dumps(value, indent=2).encode() + b"\n"
 

@@ -157,11 +157,16 @@ def _refusal(checkpoint: Checkpoint, findings: list[Finding]) -> KtmoeError:
     )
 
 
-def load_experts(path: str | os.PathLike, layer: int | str, *, loader: str = "auto") -> ExpertWeights:
+def load_experts(path: str | os.PathLike[str], layer: int | str, *, loader: str = "auto") -> ExpertWeights:
     """One layer's experts from a checkpoint folder (or one .safetensors or .gguf file); a matrix is read when it is asked for.
 
     layer: its number, or a name such as "mtp.0". loader: a name, or "auto" to go by the tensors.
     Raises CheckpointError, MissingTensorError, FormatError; UnavailableError if no loader recognises the checkpoint.
+
+    Examples:
+        >>> experts = ktmoe.load_experts("DeepSeek-V4-Flash", 3)
+        >>> experts.name, experts.formats["down"] == ktmoe.MXFP4
+        ('layers.3.ffn.experts', True)
     """
     checkpoint = Checkpoint(path)
     return find_loader(checkpoint, loader, layer).load(checkpoint, layer)

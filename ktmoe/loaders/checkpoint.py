@@ -12,6 +12,7 @@ import threading
 from collections.abc import KeysView
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,7 @@ class Checkpoint:
     Reads may come from several threads, and from a forked child. Raises CheckpointError, which names the file or the tensor.
     """
 
-    config: dict
+    config: dict[str, Any]
     folder: Path
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -280,7 +281,7 @@ def _range(info: TensorInfo, byte_range: tuple[int, int] | None) -> tuple[int, i
     return start, stop
 
 
-def _read_config(folder: Path) -> dict:
+def _read_config(folder: Path) -> dict[str, Any]:
     """config.json, or else params.json; with quantize_config.json in the place of a quantization_config that is not there."""
     found = _read_main_config(folder)
     if "quantization_config" not in found and _is_there(folder / "quantize_config.json"):
@@ -288,7 +289,7 @@ def _read_config(folder: Path) -> dict:
     return found
 
 
-def _read_main_config(folder: Path) -> dict:
+def _read_main_config(folder: Path) -> dict[str, Any]:
     """config.json, or else params.json, of which the numbers of experts and the quantization get the names of config.json."""
     if _is_there(folder / "config.json"):
         return read_json_object(folder / "config.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.loaders import quantization
@@ -62,7 +63,7 @@ def read(checkpoint: Checkpoint) -> ConfigGroups:
     return ConfigGroups(sizes[0] if len(set(sizes)) == 1 else None, frozenset(bits))
 
 
-def _group_size(where: str, weights: dict) -> int | None:
+def _group_size(where: str, weights: dict[str, Any]) -> int | None:
     for key, supported in _SUPPORTED.items():
         found = weights.get(key, supported[0])
         if not any(type(found) is type(value) and found == value for value in supported):

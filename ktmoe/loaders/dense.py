@@ -35,7 +35,7 @@ def find_matrix(checkpoint: Checkpoint, name: str, *, scheme: str = "auto") -> S
     return fused.find(checkpoint, name, scheme)
 
 
-def load_matrix(path: str | os.PathLike | Checkpoint, name: str, *, scheme: str = "auto") -> Matrix:
+def load_matrix(path: str | os.PathLike[str] | Checkpoint, name: str, *, scheme: str = "auto") -> Matrix:
     """Read one matrix of a checkpoint in its own bytes, with its bias if it has one.
 
     path: a folder, a .safetensors or .gguf file, or an open Checkpoint. name: what the names of its tensors begin with, such as
@@ -44,6 +44,11 @@ def load_matrix(path: str | os.PathLike | Checkpoint, name: str, *, scheme: str 
     If the output layer is the input embedding, too, "lm_head" has no tensors: ask for "model.embed_tokens", or "token_embd".
     Raises MissingTensorError, FormatError, CheckpointError; UnavailableError for tensors that no scheme knows; InputError for a
     name that is no str.
+
+    Examples:
+        >>> matrix = ktmoe.load_matrix("Qwen3-30B-A3B", "model.layers.0.self_attn.q_proj")
+        >>> matrix.name, matrix.format.description
+        ('model.layers.0.self_attn.q_proj', 'BF16')
     """
     if isinstance(path, Checkpoint):
         return find_matrix(path, name, scheme=scheme).read()
@@ -52,7 +57,7 @@ def load_matrix(path: str | os.PathLike | Checkpoint, name: str, *, scheme: str 
 
 
 def load_mlp(
-    path: str | os.PathLike | Checkpoint, base: str, *, scheme: str = "auto", activation: GatedActivation | None = None
+    path: str | os.PathLike[str] | Checkpoint, base: str, *, scheme: str = "auto", activation: GatedActivation | None = None
 ) -> ExpertWeights:
     """A dense SwiGLU MLP, or a shared expert, as the experts of a layer that has one; a matrix is read when it is asked for.
 
@@ -63,6 +68,11 @@ def load_mlp(
     there; SILU for GGUF files whose architecture is known to have nothing else. It must be given where these do not say it.
     Raises what load_matrix() raises for headers, CheckpointError for matrices that do not fit, FormatError for an activation
     that is not supported or not known.
+
+    Examples:
+        >>> mlp = ktmoe.load_mlp("Qwen3-30B-A3B", "model.layers.0.mlp.experts.0", activation=ktmoe.SILU)
+        >>> mlp.num_experts
+        1
     """
     one_matrix.check_name("base", base)
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -116,7 +117,7 @@ class GgufHeader:
             raise CheckpointError(f"{self._path}: type of {show(key)}: expected 0 to 12, found {number}")
         return self._array(key, what, depth)
 
-    def _array(self, key: str, what: str, depth: int) -> list | np.ndarray | None:
+    def _array(self, key: str, what: str, depth: int) -> list[Any] | np.ndarray | None:
         number, count = self._number("<I", what), self._number("<Q", what)
         if number in _NUMBERS or number == _BOOL:
             dtype = np.dtype(_NUMBERS.get(number, "u1"))
@@ -180,7 +181,7 @@ class GgufHeader:
             raise CheckpointError(f"{self._path}: {what}: expected at most {most}, found {count}")
         return count
 
-    def _number(self, code: str, what: str) -> int | float:
+    def _number(self, code: str, what: str) -> Any:
         return struct.unpack(code, self._take(struct.calcsize(code), what))[0]
 
     def _take(self, count: int, what: str) -> bytes:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ktmoe.errors import CheckpointError
 from ktmoe.loaders.gguf_file import GgufFile
@@ -60,7 +61,7 @@ def open_folder(folder: Path, names: list[str], opened: dict[str, TensorFile]) -
         raise CheckpointError(f"{folder}: expected a GGUF model, found {show(names[0])}, which is none by its general.type")
 
 
-def config(files: Mapping[str, TensorFile]) -> dict:
+def config(files: Mapping[str, TensorFile]) -> dict[str, Any]:
     """The files' metadata, the first file's before the others'; with what config.json calls otherwise, by its keys, too."""
     metadata: dict[str, object] = {}
     for file in files.values():

@@ -17,6 +17,8 @@ Their meaning is that of the model's own inference code; config.json contributes
 
 from __future__ import annotations
 
+from typing import Any
+
 from ktmoe.errors import FormatError, MissingTensorError
 from ktmoe.experts import ExpertWeights
 from ktmoe.loaders import checks, model_config, naming, registry
@@ -33,7 +35,7 @@ _MXFP4 = {"codes": "_blocks", "scales": "_scales"}
 _GROUP = MXFP4.scale.extent[1]
 
 
-def _spelling(endings: tuple[str, ...], arrays: dict[str, str], **other) -> naming.Spelling:
+def _spelling(endings: tuple[str, ...], arrays: dict[str, str], **other: Any) -> naming.Spelling:
     return naming.Spelling(naming.FUSED_STEMS, endings, stacked=True, interleaved=True, arrays=arrays, **other)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.loaders import gguf_model
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -22,7 +24,7 @@ _ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
 _FLOAT32_MAX = (2 - 2**-23) * 2**127
 
 
-def value(checkpoint: Checkpoint, key: str) -> object:
+def value(checkpoint: Checkpoint, key: str) -> Any:
     """A value of config.json, at the top or else in text_config; None if it is in neither, or null."""
     found, nested = checkpoint.config.get(key), checkpoint.config.get("text_config")
     return nested.get(key) if found is None and isinstance(nested, dict) else found

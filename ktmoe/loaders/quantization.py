@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.loaders import model_config
@@ -11,7 +12,7 @@ from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 
 
-def read(checkpoint: Checkpoint) -> dict:
+def read(checkpoint: Checkpoint) -> dict[str, Any]:
     """quantization_config, at the top or in text_config; empty if there is none. Raises CheckpointError if it is no object."""
     stated = model_config.value(checkpoint, "quantization_config")
     if not isinstance(stated, dict | None):
@@ -60,7 +61,7 @@ def _is_of(pattern: str, name: str) -> bool:
     return fnmatchcase(f".{name}", f"*.{pattern.lstrip('*.')}") if name else "experts" in pattern
 
 
-def check(checkpoint: Checkpoint, supported: Mapping[str, tuple], also: tuple[int, ...] = ()) -> None:
+def check(checkpoint: Checkpoint, supported: Mapping[str, tuple[Any, ...]], also: tuple[int, ...] = ()) -> None:
     """Raise FormatError, which names the key, for a value that is not supported, or a group_size that is no count.
 
     supported: by key, the values that it may have where it is there; the first ones are named. also: other group sizes.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from ktmoe.errors import CheckpointError, memory_for
 from ktmoe.loaders import unchanged
@@ -49,12 +50,12 @@ class SafetensorsFile(TensorFile):
         return tensors
 
 
-def read_json_object(path: Path) -> dict:
+def read_json_object(path: Path) -> dict[str, Any]:
     """A file's JSON object. Raises what read_json() raises."""
     return read_json(path)[0]
 
 
-def read_json(path: Path) -> tuple[dict, FileStatus]:
+def read_json(path: Path) -> tuple[dict[str, Any], FileStatus]:
     """A file's JSON object, in which no object has a key twice, and the file's status when it was read.
 
     Raises CheckpointError for more than one of the limits above and for a file that changes meanwhile, OutOfMemoryError.
@@ -73,7 +74,7 @@ def read_json(path: Path) -> tuple[dict, FileStatus]:
         os.close(fd)
 
 
-def _parse_object(text: bytearray, path: Path) -> dict:
+def _parse_object(text: bytearray, path: Path) -> dict[str, Any]:
     """The object that a text is, of which nothing is left."""
     if (found := sum(map(text.count, b",[{"))) > JSON_LIMIT_VALUES:
         raise CheckpointError(f"{path}: expected at most {JSON_LIMIT_VALUES} JSON values, found about {found}")
@@ -82,7 +83,7 @@ def _parse_object(text: bytearray, path: Path) -> dict:
             f"{path}: expected at most {JSON_LIMIT_UNICODE} bytes of JSON that is not ASCII, found {len(text)}"
         )
 
-    def unique(pairs: list) -> dict:
+    def unique(pairs: list[Any]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
             seen: set[str] = set()
@@ -107,9 +108,9 @@ def _parse_object(text: bytearray, path: Path) -> dict:
     return value
 
 
-def _check_depth(value: dict, path: Path) -> None:
+def _check_depth(value: dict[str, Any], path: Path) -> None:
     """Raise CheckpointError for more than JSON_LIMIT_DEPTH levels."""
-    level: list[dict | list] = [value]
+    level: list[dict[str, Any] | list[Any]] = [value]
     for _ in range(JSON_LIMIT_DEPTH):
         insides = (each.values() if isinstance(each, dict) else each for each in level)
         level = [inner for inside in insides for inner in inside if isinstance(inner, dict | list)]
@@ -138,7 +139,7 @@ def _parse_header(path: Path, fd: int, size: int) -> tuple[dict[str, TensorInfo]
         return parse_tensors(header, path, 8 + length, size), metadata
 
 
-def parse_tensors(header: dict, path: Path, start: int, size: int) -> dict[str, TensorInfo]:
+def parse_tensors(header: dict[str, Any], path: Path, start: int, size: int) -> dict[str, TensorInfo]:
     """The tensors of a header; their bytes begin at `start` of the file of `size` bytes."""
     metadata = header.pop("__metadata__", None)
     if not (metadata is None or (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()))):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,11 @@ from ktmoe.weights.order import TRANSPOSED
 #: The ending of biases, float [E, rows].
 BIAS = "_bias"
 #: Arguments of a Spelling of quantized tensors that hold all experts. Scales of their input are not used, as in scheme.
-STACKED = {"stacked": True, "foreign": {"bias": "biases are not supported"}, "unused": ("_input_scale", "_activation_scale")}
+STACKED: dict[str, Any] = {
+    "stacked": True,
+    "foreign": {"bias": "biases are not supported"},
+    "unused": ("_input_scale", "_activation_scale"),
+}
 
 
 class Stacked(PerExpert):

@@ -21,7 +21,7 @@ class Staging:
     used, held: bytes of the arrays that are in use, and with those that are free.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.after_fork()
         self._free: list[mmap.mmap] = []  # the oldest first
         self.used = self.held = 0

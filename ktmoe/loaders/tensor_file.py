@@ -157,7 +157,7 @@ class TensorFile(ABC):
         if fd >= 0:
             close(fd)
 
-    def __del__(self):
+    def __del__(self) -> None:
         self._close()
 
 

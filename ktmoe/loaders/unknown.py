@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from ktmoe.errors import CheckpointError
 from ktmoe.loaders import checks, model_config
@@ -65,6 +66,6 @@ def found(checkpoint: Checkpoint) -> str:
     return f"experts with tensors such as {tensor}{method(checkpoint)}"
 
 
-def _quantization(checkpoint: Checkpoint) -> dict:
+def _quantization(checkpoint: Checkpoint) -> dict[str, Any]:
     stated = model_config.value(checkpoint, "quantization_config")
     return stated if isinstance(stated, dict) else {}

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from ktmoe._native import core
 from ktmoe.errors import InputError
-from ktmoe.experts import ExpertSpec
 from ktmoe.machine import topology
 from ktmoe.machine.number_lists import listed, numbers, ranges
 from ktmoe.machine.system_root import under
 from ktmoe.messages import show
+from ktmoe.weight_spec import WeightSpec
 
 #: Where Linux says which nodes there are, and which memory this process may use; tests put folders of their own here.
 NODES = Path("/sys/devices/system/node")
@@ -88,7 +88,8 @@ def nodes() -> dict[int, frozenset[int]]:
     memory = memory_nodes()[1]
     if not memory:
         return {}
-    usable, found = usable_cpus(), {node: frozenset() for node in sorted(memory)}
+    usable = usable_cpus()
+    found: dict[int, frozenset[int]] = {node: frozenset() for node in sorted(memory)}
     for node, cpus in _all_cpus().items():
         if here := cpus & usable:
             found[_nearest(node, memory)] |= here
@@ -115,7 +116,7 @@ def place(numa_nodes: Sequence[int] | None = None) -> Placement:
     return Placement(chosen, tuple(usable[node] for node in chosen))
 
 
-def placement_of(experts: ExpertSpec, numa_nodes: Sequence[int] | None = None) -> Placement:
+def placement_of(experts: WeightSpec, numa_nodes: Sequence[int] | None = None) -> Placement:
     """place(), for a layer of these experts."""
     placement = place(numa_nodes)
     if numa_nodes is None:  # not on more nodes than there is something for

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def numbers(text: str) -> frozenset[int]:
-    found = set()
+    found: set[int] = set()
     for item in filter(None, text.strip().split(",")):
         first, dash, last = item.partition("-")
         found.update(range(int(first), int(last if dash else first) + 1))
@@ -24,7 +24,7 @@ def listed(file: Path) -> frozenset[int]:
 
 def ranges(of: Iterable[int]) -> str:
     """The inverse of numbers()."""
-    runs = []
+    runs: list[list[int]] = []
     for number in sorted(of):
         if runs and runs[-1][1] == number - 1:
             runs[-1][1] = number

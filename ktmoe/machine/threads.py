@@ -7,6 +7,7 @@ import operator
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import threadpoolctl
 
@@ -71,7 +72,12 @@ def _asked_for() -> bool:
 
 
 def get_num_threads() -> int:
-    """Threads that a forward call uses, the caller's included."""
+    """Threads that a forward call uses, the caller's included.
+
+    Examples:
+        >>> ktmoe.get_num_threads() >= 1
+        True
+    """
     return _number(_chosen)
 
 
@@ -83,6 +89,11 @@ def set_num_threads(n: int) -> None:
     """Use n threads from the next forward call on, in every layer. The results do not depend on it, bit for bit.
 
     More threads than this process may use CPUs are slow: RuntimeWarning, once for each number.
+
+    Examples:
+        >>> ktmoe.set_num_threads(1)
+        >>> ktmoe.get_num_threads()
+        1
     """
     global _chosen
     try:
@@ -117,13 +128,13 @@ class ThreadpoolController(threadpoolctl.LibController):
     filename_prefixes = ("core.",)
     check_symbols = ("ktmoe_threadpool",)
 
-    def get_num_threads(self):
+    def get_num_threads(self) -> Any:
         return get_num_threads()
 
-    def set_num_threads(self, num_threads):
+    def set_num_threads(self, num_threads: Any) -> None:
         set_num_threads(num_threads)
 
-    def get_version(self):
+    def get_version(self) -> Any:
         return installed_version()
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from ktmoe.weight_spec import WeightSpec
+
 #: Exponent of skewed routing's popularity, by Zipf's law: the r-th most popular expert is asked for in proportion to r^-SKEW.
 #: 1 is what vLLM's benchmark_moe.py takes for skewed load (its pull request 57100 adds -log(rank) to the router's logits).
 #: Among 256 experts and 6 a token, the most popular one then serves two tokens of three.
@@ -56,6 +58,6 @@ def random_batches(
         yield MeasuredBatch(x, ids, weights, last, ids.size)
 
 
-def slot_flops(shape) -> int:
+def slot_flops(shape: WeightSpec) -> int:
     """FLOPs of one token in one expert. shape: whatever has `hidden` and `intermediate`."""
     return 2 * 3 * shape.hidden * shape.intermediate

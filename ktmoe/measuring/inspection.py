@@ -185,7 +185,7 @@ def _alike(refused: dict[Name, str]) -> list[Refused]:
 
 
 def _grouped(served: Served) -> list[LayerGroup]:
-    groups: list[tuple[tuple, LayerGroup]] = []
+    groups: list[tuple[tuple[object, ...], LayerGroup]] = []
     for layer, (loader, experts) in served.items():
         kind = _kind(loader, experts)
         for of_group, group in groups:
@@ -197,7 +197,7 @@ def _grouped(served: Served) -> list[LayerGroup]:
     return [group for _, group in groups]
 
 
-def _kind(loader: str, experts: ExpertWeights) -> tuple:
+def _kind(loader: str, experts: ExpertWeights) -> tuple[object, ...]:
     """What layers have alike that are in one group."""
     formats = [experts.formats[projection] for projection in PROJECTIONS]
     sizes = experts.num_experts, experts.hidden, experts.intermediate

@@ -87,7 +87,8 @@ def run(
 
     progress: called with the share that is done, after each round.
     """
-    measurement, took = Rounds(layer, limits, batches), []
+    measurement = Rounds(layer, limits, batches)
+    took: list[float] = []
     start = time.perf_counter()
     while len(took) <= least or (len(took) <= most and time.perf_counter() - start < seconds):
         batch = measurement.prepare()

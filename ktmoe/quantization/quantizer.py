@@ -25,7 +25,12 @@ AT_ONCE = 2**17
 
 @dataclass(frozen=True)
 class Error:
-    """weights: the sum of w^2. error: the sum of (w - w')^2, w' being what stands for w. float64 sums; they may be added up."""
+    """weights: the sum of w^2. error: the sum of (w - w')^2, w' being what stands for w. float64 sums; they may be added up.
+
+    Examples:
+        >>> Error(weights=4.0, error=0.04).relative
+        0.1
+    """
 
     weights: float = 0.0
     error: float = 0.0
@@ -46,6 +51,11 @@ class Quantizer:
     group: what shares a scale: a number of columns, (rows, columns), "row" or "matrix"; None: the target's own.
     scales: the kind of scales, one of "fp32", "bf16", "fp16"; None: the target's own. symmetric: without zero points.
     Raises InputError for a format, rule, group or kind that does not exist, and for rules and groups that do not go together.
+
+    Examples:
+        >>> rounded, error = Quantizer("int4", group=64).matrix(matrix)
+        >>> rounded.format.description, 0 < error.relative < 0.2
+        ('INT4 with bf16 scales per 1x64', True)
     """
 
     def __init__(
@@ -71,6 +81,11 @@ class Quantizer:
         factor of the matrix look at it.
         Raises FormatError for a weight that is not finite, and for sizes or scales that the format does not have;
         InputError for what is no Matrix, and no magnitude.
+
+        Examples:
+            >>> rounded, error = Quantizer("mxfp8").matrix(matrix)
+            >>> rounded.format == ktmoe.MXFP8, 0 < error.relative < 0.1
+            (True, True)
         """
         return self._rounded(_checked(matrix), _magnitude(largest), True)
 
@@ -108,7 +123,12 @@ class Quantizer:
             arrays["factor"][0] = made.factor
 
     def largest(self, matrix: Matrix) -> float:
-        """The largest magnitude of a matrix, for matrix(). Raises as matrix() does."""
+        """The largest magnitude of a matrix, for matrix(). Raises as matrix() does.
+
+        Examples:
+            >>> quantizer = Quantizer("nvfp4")
+            >>> rounded, error = quantizer.matrix(matrix, largest=quantizer.largest(matrix))
+        """
         found = core.weights_extremes(source.read(_checked(matrix)), *matrix.shape)
         if found is None:
             source.refuse(matrix)
@@ -116,7 +136,13 @@ class Quantizer:
         return float(max(abs(low.min()), abs(high.max())))
 
     def experts(self, experts: ExpertWeights) -> ExpertWeights:
-        """The same experts, each matrix rounded when it is asked for. Raises InputError if they are no ExpertWeights."""
+        """The same experts, each matrix rounded when it is asked for. Raises InputError if they are no ExpertWeights.
+
+        Examples:
+            >>> qwen3 = ktmoe.load_experts("Qwen3-30B-A3B", 0)
+            >>> Quantizer("int8").experts(qwen3).formats["gate"].description
+            'INT8 with an fp32 factor per row'
+        """
         checked_experts(experts)
 
         def read(expert: int, projection: str) -> Matrix:
@@ -140,6 +166,11 @@ def quantize(
     Nothing is read yet: a matrix is read and rounded each time it is asked for. experts: of any format. The other arguments are
     Quantizer's. Raises InputError as Quantizer does; ExpertWeights.matrix() then raises FormatError as Quantizer.matrix() does.
     docs/quantizing.md has the rules.
+
+    Examples:
+        >>> qwen3 = ktmoe.load_experts("Qwen3-30B-A3B", 0)
+        >>> ktmoe.quantize(qwen3, "mxfp4").formats["gate"] == ktmoe.MXFP4
+        True
     """
     return Quantizer(to, rule=rule, group=group, scales=scales, symmetric=symmetric).experts(experts)
 

@@ -5,11 +5,11 @@ docs/quantizing.md has these rows as a table, docs/numerics.md says how far a we
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ktmoe.quantization import steps
-from ktmoe.quantization.steps import Groups, Share, Steps
+from ktmoe.quantization.steps import Share
 
 #: How a weight w and a step s become a quotient t.
 QUOTIENTS = {
@@ -33,11 +33,15 @@ class Rule:
     negative_zero: whether a negative weight that becomes zero keeps its sign, in elements that have such a zero.
     zero_signed: whether a quotient that is zero keeps its sign, in E2M1.
     points: whether there are zero points. group, kind: the only ones that it is for, or None.
+
+    Examples:
+        >>> RULES["mxfp4", "ceil"].scale
+        '2^ceil(log2(M / 6))'
     """
 
     target: str
     name: str
-    steps: Callable[[Groups], Steps]
+    steps: Any
     scale: str
     zeros: str
     source: str
@@ -62,7 +66,7 @@ def _mx(target: str, largest: float, power: int) -> tuple[Rule, ...]:
     )
 
 
-def _even(target: str, name: str, bits: int, source: str, zeros: int = 0, **more) -> Rule:
+def _even(target: str, name: str, bits: int, source: str, zeros: int = 0, **more: Any) -> Rule:
     largest, power = (6.0, 2) if target == "mxfp4" else (448.0, 8)
     words = f"2^(floor(log2 M') - {power}), M' = M rounded to {bits} bit{'s' * (bits > 1)} behind the first, ties up"
     return Rule(target, name, steps.even(largest, bits, zeros), words, f"byte {zeros}", source, **more)

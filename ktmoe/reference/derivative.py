@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -67,16 +68,16 @@ def derive(
     return (of_g.value, of_g.eps), (of_u.value, of_u.eps)
 
 
-def _of_gate(alpha: float, low, middle, high) -> tuple[_Within, _Within]:
+def _of_gate(alpha: float, low: Any, middle: Any, high: Any) -> tuple[_Within, _Within]:
     """g' * sigmoid(alpha g') and its derivative D, as a backend computes them for a g' between low and high."""
 
-    def sigmoid(v):
+    def sigmoid(v: Any) -> Any:
         return 1 / (1 + np.exp(-v))
 
-    def steep(v):
+    def steep(v: Any) -> Any:
         return sigmoid(alpha * v) * (1 + alpha * v * sigmoid(-alpha * v))
 
-    def over(function, *inner):
+    def over(function: Any, *inner: Any) -> Any:
         """The function's value, and how far another one may be; inner: where the function turns."""
         value = function(middle)
         others = [low, high, *(np.clip(point / alpha, low, high) for point in inner)]
@@ -102,7 +103,7 @@ def _of_gate(alpha: float, low, middle, high) -> tuple[_Within, _Within]:
     return _Within(gate, eps_gate + error_gate), _Within(slope, eps_slope + error_slope)
 
 
-def _rounded(exact: _Within, size, factors, largest) -> _Within:
+def _rounded(exact: _Within, size: Any, factors: Any, largest: Any) -> _Within:
     """A product after its roundings; its factors may be multiplied in any order, and what of them underflows is lost."""
     eps = exact.eps + gamma(DERIVATIVE_ROUNDINGS) * size
     most = 1 + largest
@@ -112,7 +113,7 @@ def _rounded(exact: _Within, size, factors, largest) -> _Within:
     return _Within(exact.value, np.where(most < MAX_FLOAT32, eps, np.inf))
 
 
-def _clamped(exact: _Within, is_out, may_be_out, must_be_out) -> _Within:
+def _clamped(exact: _Within, is_out: Any, may_be_out: Any, must_be_out: Any) -> _Within:
     """0 where a clamp holds its argument, which is uncertain where it may be, or may not be, beyond the limit."""
     value = np.where(is_out, 0.0, exact.value)
     eps = np.where(is_out, exact.size, np.where(may_be_out, np.maximum(exact.eps, np.abs(exact.value)), exact.eps))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ktmoe.reference.weights import TINY
@@ -12,7 +14,7 @@ UNIT = 2.0**-24
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-def gamma(roundings):
+def gamma(roundings: Any) -> Any:
     """Higham's gamma_n = n u / (1 - n u): the relative error of n float32 roundings. The last factor pays for float64's own."""
     return roundings * UNIT / (1 - roundings * UNIT) * (1 + 2.0**-20)
 

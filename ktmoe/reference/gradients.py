@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class ReferenceTraining:
     expert's slots are skipped. router_weight: as ktmoe.experts has it; None: the experts' own.
     """
 
-    def __init__(self, experts: ExpertWeights, *, expert_mask=None, router_weight: str | None = None):
+    def __init__(self, experts: ExpertWeights, *, expert_mask: Any = None, router_weight: str | None = None):
         self.experts = checked_experts(experts)
         self.router_weight = checked_router_weight(router_weight or experts.router_weight)
         self.expert_mask = np.ones(experts.num_experts, bool) if expert_mask is None else np.asarray(expert_mask, bool)
@@ -60,7 +61,7 @@ class ReferenceTraining:
         return self.experts.spec
 
     def forward(
-        self, x, expert_ids, expert_weights, lora=None, *, save: bool = True, out=None
+        self, x: Any, expert_ids: Any, expert_weights: Any, lora: Any = None, *, save: bool = True, out: Any = None
     ) -> tuple[np.ndarray, ReferenceSaved | None]:
         """(y, what backward() needs), y float64 [tokens, hidden], written to out if that is given.
 
@@ -87,10 +88,10 @@ class ReferenceTraining:
     def backward(
         self,
         saved: ReferenceSaved,
-        grad_y,
-        lora=None,
+        grad_y: Any,
+        lora: Any = None,
         *,
-        into: Mapping[str, tuple] | None = None,
+        into: Mapping[str, tuple[Any, ...]] | None = None,
         add: bool = False,
         scale: float = 1.0,
         wanted: Iterable[str] = WANTED,
@@ -128,7 +129,7 @@ class ReferenceTraining:
             (dict(into) if into else sums) if "lora" in wanted else None,
         )
 
-    def _used(self, saved: ReferenceSaved, lora):
+    def _used(self, saved: ReferenceSaved, lora: Any) -> Any:
         """Each expert that has rows, with its forward pass."""
         for expert in np.unique(saved.ids[saved.active]).tolist():
             token, slot = np.nonzero(saved.active & (saved.ids == expert))
@@ -147,7 +148,7 @@ class ReferenceTraining:
 class _Expert:
     """The forward pass of one expert's rows. r: [rows, 1]."""
 
-    def __init__(self, training: ReferenceTraining, expert: int, token, slot, saved: ReferenceSaved, lora):
+    def __init__(self, training: ReferenceTraining, expert: int, token: Any, slot: Any, saved: ReferenceSaved, lora: Any):
         self.token, self.slot, self.r = token, slot, saved.weights[token, slot][:, None]
         where = training.router_weight
         self.gate, self.up, self.down = (_Map(training, expert, projection, lora) for projection in PROJECTIONS)
@@ -160,7 +161,7 @@ class _Expert:
 class _Map:
     """One linear map with its pair of the adapter."""
 
-    def __init__(self, training: ReferenceTraining, expert: int, projection: str, lora):
+    def __init__(self, training: ReferenceTraining, expert: int, projection: str, lora: Any):
         self.expert, self.projection = expert, projection
         self.weights, self.bias = training.weights(expert, projection)
         self.pair = pair_of(lora, projection, expert)
@@ -182,7 +183,7 @@ class _Map:
         inner = self.scale * (grad @ b)
         return grad @ self.weights + inner @ a, inner
 
-    def add_gradients(self, grad: np.ndarray, sums, scale: float) -> None:
+    def add_gradients(self, grad: np.ndarray, sums: Any, scale: float) -> None:
         if self.pair:
             a, _ = self.pair
             da, db = sums[self.projection]
@@ -191,14 +192,14 @@ class _Map:
             db[self.expert] += scale * grad.T @ (self.scale * self.rows @ a.T)
 
 
-def pair_of(lora, projection: str, expert: int) -> tuple[np.ndarray, np.ndarray] | None:
+def pair_of(lora: Any, projection: str, expert: int) -> tuple[np.ndarray, np.ndarray] | None:
     """One expert's (a, b) in float64; None without one."""
     if lora is None or projection not in lora.pairs:
         return None
     return tuple(_numbers(matrices[expert]) for matrices in lora.pairs[projection])
 
 
-def _numbers(array) -> np.ndarray:
+def _numbers(array: Any) -> np.ndarray:
     """float64; uint16 holds bfloat16 bits."""
     array = np.asarray(array)
     if array.dtype == np.uint16:

@@ -6,6 +6,7 @@ Every `eps_v` bounds |what a backend has for v - v|, elementwise.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ def linear(
     activations: str = "bf16",
     rounding: str = "exact",
     tuned_for: str = "decode",
-    rows=slice(None),
+    rows: Any = slice(None),
 ) -> tuple[np.ndarray, np.ndarray]:
     """a @ W.T, times the factor, + bias, and the error of a float32 sum of exact products that adds blocks in ascending k.
 
@@ -49,6 +50,12 @@ def linear(
     k before; or of the scale's group, if the group's sum is then multiplied by the scale and added to the total. The total of
     all k is multiplied, or divided, by the factor, and then the bias is added: a rounding each. Where a weight may be the
     sum of two numbers, there are twice as many products, and those of one weight may be larger than it.
+
+    Examples:
+        >>> a = np.ones((1, matrix.shape[1]))
+        >>> y, error = reference.linear(matrix, a, np.zeros_like(a))
+        >>> y.shape == (1, matrix.shape[0])
+        True
     """
     format, given = matrix.format, read(matrix, rows)
     weights, flushed, scales, minima = given.scaled, denormal_weights(matrix, rows), given.scales, given.minima
@@ -162,7 +169,7 @@ class _Minima:
         """Whether groups of minima end here."""
         return at_end or self.k % self.length == 0
 
-    def subtract(self, total, eps, of_all, limit) -> tuple[np.ndarray, np.ndarray]:
+    def subtract(self, total: Any, eps: Any, of_all: Any, limit: Any) -> tuple[np.ndarray, np.ndarray]:
         """The total and its error after these groups; of_all is not less than any sum on the way."""
         of_x = gamma(min(self.k, self.length)) * self.sizes + self.k * TINY * self.largest
         fmas = -(-self.k // self.length)
@@ -173,7 +180,7 @@ class _Minima:
         return total, eps
 
 
-def _finish(matrix: Matrix, rows, total: np.ndarray, eps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _finish(matrix: Matrix, rows: Any, total: np.ndarray, eps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """A total after the factor and the bias, and its error."""
     if matrix.format.factor:
         of_row = factors(matrix, rows)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,39 +27,39 @@ class _Element:
 _ELEMENTS = {"mxfp4": _Element(1, 0, 6.0), "mxfp8": _Element(3, -6, 448.0)}
 
 
-def _binade(v):
+def _binade(v: Any) -> Any:
     """floor(log2(|v|)), exactly."""
     return np.frexp(v)[1] - 1
 
 
-def _ceil(m, of):
+def _ceil(m: Any, of: Any) -> Any:
     """ceil(log2(M / largest)). float64 has the quotient exactly where it is a power of two; others are far from one."""
     fraction, exponent = np.frexp(m / of.largest)
     return exponent - (fraction == 0.5)
 
 
-def _round(m, of):
+def _round(m: Any, of: Any) -> Any:
     """The integer nearest to log2(M / largest)."""
     fraction, exponent = np.frexp(m / of.largest)
     return exponent - (fraction**2 < 0.5)
 
 
-def _floor(m, of):
+def _floor(m: Any, of: Any) -> Any:
     """floor(log2 M) - floor(log2(largest))."""
     return _binade(m) - _binade(of.largest)
 
 
-def _even(bits: int) -> Callable:
+def _even(bits: int) -> Callable[..., Any]:
     """_floor() of M', which is M rounded to so many bits behind the first, ties up."""
 
-    def exponent(m, of):
+    def exponent(m: Any, of: Any) -> Any:
         quantum = _binade(m) - bits
         return _floor(np.ldexp(np.floor(np.ldexp(m, -quantum) + 0.5), quantum), of)
 
     return exponent
 
 
-def _down(v):
+def _down(v: Any) -> Any:
     """The nearest integer, of two the one nearer to zero."""
     return np.copysign(np.ceil(np.abs(v) - 0.5), v)
 
@@ -90,10 +91,10 @@ def mx_blocks(
     """
     of, (exponent, to_integer) = _ELEMENTS[target], _RULES[target, rule]
 
-    def scale(m):
+    def scale(m: Any) -> Any:
         return np.clip(exponent(np.maximum(m, LEAST), of), *EXPONENTS)
 
-    def nearest(v, e):
+    def nearest(v: Any, e: Any) -> Any:
         """v / 2^e rounded to the element, times 2^e. Below the least normal number the quantum is that number's."""
         t = np.ldexp(v, -e)
         quantum = np.maximum(_binade(t), of.least) - of.bits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,12 @@ def operand(a: np.ndarray, low: np.ndarray, high: np.ndarray, side: str | Rule) 
 
     side: "bf16", rows as they are; or what each block of 32 is: "int16", 16-bit integers times one power of two; "int8", 8-bit
     integers times one bfloat16 number; a rule of an MX format, its numbers times one power of two.
+
+    Examples:
+        >>> a = np.full((1, 32), 1.1)
+        >>> rows, error = reference.operand(a, a, a, "int8")
+        >>> bool(abs(rows - 1.1).max() < 0.01)
+        True
     """
     if side == "bf16":
         eps = np.maximum(high - a, a - low)
@@ -33,7 +40,7 @@ def operand(a: np.ndarray, low: np.ndarray, high: np.ndarray, side: str | Rule) 
         return quantised, eps + flush_to_zero(quantised, eps)
 
 
-def _quantise(a: np.ndarray, low: np.ndarray, high: np.ndarray, blocks) -> tuple[np.ndarray, np.ndarray]:
+def _quantise(a: np.ndarray, low: np.ndarray, high: np.ndarray, blocks: Any) -> tuple[np.ndarray, np.ndarray]:
     """Each block of 32 as _int16, _int8 or _mx make it, and what that can be off for rows between low and high."""
     tokens, k = a.shape
     a, low, high = (np.pad(v, ((0, 0), (0, -k % BLOCK))).reshape(tokens, -(-k // BLOCK), BLOCK) for v in (a, low, high))
@@ -57,7 +64,7 @@ def _mx(rule: Rule, a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[n
 def _int16(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """RNE(a / s) * s for each block, whose maximum is M, where s = 2**(E - 14), E = floor(log2(M)), at least -126."""
 
-    def nearest(v, e):
+    def nearest(v: Any, e: Any) -> Any:
         return np.ldexp(np.rint(np.ldexp(v, 14 - e)), e - 14)
 
     own, least, most = (np.frexp(np.maximum(maximum, TINY))[1] - 1 for maximum in _maxima(a, low, high))
@@ -72,7 +79,7 @@ def _int16(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray
 def _int8(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """RNE(a / s) * s for each block, whose maximum is M, at least LEAST_INT8_MAXIMUM, where s = M / 127, to bfloat16."""
 
-    def nearest(v, s):
+    def nearest(v: Any, s: Any) -> Any:
         # float64 rounds the quotient of two numbers of 8 bits neither to half an integer nor away from it
         return np.rint(v / s) * s
 
@@ -91,7 +98,7 @@ def _int8(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray,
     return quantised, np.where(left, np.maximum(high - quantised, quantised - low) + most / 2, eps)
 
 
-def flush_to_zero(value: np.ndarray, eps) -> np.ndarray:
+def flush_to_zero(value: np.ndarray, eps: Any) -> np.ndarray:
     """What flushing a denormal number to zero can change, for a number within eps of value."""
     size = np.abs(value)
     return np.where(size - eps <= TINY, np.minimum(size + eps, TINY), 0.0)  # TINY itself may be a denormal that was rounded up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +27,10 @@ class TrainingCall:
     def __init__(
         self,
         experts: ExpertWeights,
-        x,
-        expert_ids,
-        expert_weights,
-        lora,
+        x: Any,
+        expert_ids: Any,
+        expert_weights: Any,
+        lora: Any,
         *,
         expert_mask: np.ndarray | None = None,
         router_weight: str = "down_output",
@@ -59,7 +60,7 @@ class TrainingCall:
         for expert in np.unique(self.ids[self.active]).tolist():
             yield Rows(self, expert, *np.nonzero(self.active & (self.ids == expert)))
 
-    def added_up(self, of_shards, eps, size) -> Reference:
+    def added_up(self, of_shards: Any, eps: Any, size: Any) -> Reference:
         """Sums over slots, of each shard, in any order; then those over shards, and the rounding to out_dtype."""
         slots = self.active.sum(axis=1, keepdims=True)
         eps = eps + gamma(slots + 1) * size + (slots + 1) * (slots > 0) * TINY
@@ -102,7 +103,7 @@ class Rows:
         if "down" in self.pairs:
             self._of_a("down", self.h, self.eps_h)
 
-    def _of_a(self, projection: str, rows, eps) -> None:
+    def _of_a(self, projection: str, rows: Any, eps: Any) -> None:
         """Compute T; that of down goes from shard to shard."""
         found = product(rows, eps, self.pairs[projection][0].T, factor=self.call.scale, any_order=self.call.sharded)
         self.inner[projection] = together([found])
@@ -167,7 +168,7 @@ class BackwardRows:
             for p, (value, eps) in zip(("gate", "up"), grads, strict=True)
         }
 
-    def _through(self, projection: str, dv, eps_dv, sums: list[Sum]) -> None:
+    def _through(self, projection: str, dv: Any, eps_dv: Any, sums: list[Sum]) -> None:
         """Compute dT, and add to the sums what it gives."""
         a, b = self.rows.pairs[projection]
         inner = product(dv, eps_dv, b, factor=self.call.scale, any_order=self.call.sharded)

@@ -8,6 +8,7 @@ scale; dV is the gradient of the loss with respect to V. Every `eps_v` bounds |w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,9 @@ class Backward:
     lora: dict[str, tuple[Reference, Reference]]
 
 
-def training_forward(experts: ExpertWeights, x, expert_ids, expert_weights, lora=None, **options) -> Forward:
+def training_forward(
+    experts: ExpertWeights, x: Any, expert_ids: Any, expert_weights: Any, lora: Any = None, **options: Any
+) -> Forward:
     """The forward pass, and the bound on the error of a backend that rounds y to out_dtype.
 
     x, expert_ids, expert_weights and the options expert_mask, router_weight, out_dtype, rounding, tuned_for and shards are as
@@ -75,7 +78,15 @@ def training_forward(experts: ExpertWeights, x, expert_ids, expert_weights, lora
 
 
 def training_backward(
-    experts: ExpertWeights, x, expert_ids, expert_weights, grad_y, lora=None, *, scale: float = 1.0, **options
+    experts: ExpertWeights,
+    x: Any,
+    expert_ids: Any,
+    expert_weights: Any,
+    grad_y: Any,
+    lora: Any = None,
+    *,
+    scale: float = 1.0,
+    **options: Any,
 ) -> Backward:
     """The gradients, and the bounds on the errors of a backend that rounds that of x to out_dtype.
 

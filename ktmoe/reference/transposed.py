@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -43,7 +44,7 @@ class Sum:
     roundings: float
 
 
-def product(a, eps_a, b, eps_b=0.0, factor: float = 1.0, more: int = 0, any_order: bool = False) -> Sum:
+def product(a: Any, eps_a: Any, b: Any, eps_b: Any = 0.0, factor: float = 1.0, more: int = 0, any_order: bool = False) -> Sum:
     """factor * a @ b in float32, [m, k] and [k, n]; each product of two numbers may be rounded, with so many roundings more.
 
     The order of the sum is one of those that added_up() knows, or any.
@@ -62,7 +63,7 @@ def product(a, eps_a, b, eps_b=0.0, factor: float = 1.0, more: int = 0, any_orde
     return Sum(factor * found.value, eps, abs(factor) * found.size, found.roundings)
 
 
-def rows_product(a, eps_a, b, eps_b, any_order: bool = False) -> Sum:
+def rows_product(a: Any, eps_a: Any, b: Any, eps_b: Any, any_order: bool = False) -> Sum:
     """The sum of a * b for each row of a and b, both [m, k], as product() has it."""
     size_a, size_b = np.abs(a) + eps_a, np.abs(b) + eps_b
     spread = (eps_a * size_b + np.abs(a) * eps_b).sum(axis=1)
@@ -70,7 +71,7 @@ def rows_product(a, eps_a, b, eps_b, any_order: bool = False) -> Sum:
     return added_up(a.shape[1], value, size, spread, 0, any_order)
 
 
-def added_up(k: int, value, size, spread, more: int, any_order: bool) -> Sum:
+def added_up(k: int, value: Any, size: Any, spread: Any, more: int, any_order: bool) -> Sum:
     """A float32 sum of k products: in ascending order, where any STRIP of them may be added in any order; or LANES or more such
     chains of a BATCH of them, added up, one batch after the other; or all in any order (Higham 2002, eq. 4.4).
 
@@ -106,14 +107,14 @@ def together(sums: Sequence[Sum]) -> tuple[np.ndarray, np.ndarray]:
     return sum(one.value for one in sums), np.where(size + eps < MAX_FLOAT32, eps, np.inf)
 
 
-def gradient_rows(matrix: Matrix, v, low, high, rows=slice(None)) -> tuple[np.ndarray, np.ndarray]:
+def gradient_rows(matrix: Matrix, v: Any, low: Any, high: Any, rows: Any = slice(None)) -> tuple[np.ndarray, np.ndarray]:
     """What the transposed product takes for gradients v [m, n] of bfloat16 numbers, and its error, where a backend's are
     between low and high: times the factor of each n, or divided by it, rounded to float32 and then to bfloat16."""
     if matrix.format.factor is None:
         return operand(v, low, high, "bf16")
     of_row = factors(matrix, rows)
 
-    def rounded(number):
+    def rounded(number: Any) -> Any:
         # float64 has the product, and rounds the quotient without harm (Figueroa 1995)
         scaled = number / of_row if matrix.format.factor.divides else number * of_row
         return round_bfloat16(scaled.astype(np.float32))
@@ -123,7 +124,7 @@ def gradient_rows(matrix: Matrix, v, low, high, rows=slice(None)) -> tuple[np.nd
 
 
 def transposed(
-    matrix: Matrix, a: np.ndarray, eps_a: np.ndarray, rounding: str = "exact", rows=slice(None), block: int | None = None
+    matrix: Matrix, a: np.ndarray, eps_a: np.ndarray, rounding: str = "exact", rows: Any = slice(None), block: int | None = None
 ) -> Sum:
     """a @ W, a [m, rows] as gradient_rows() made it: a float32 sum over the rows n of W, in ascending blocks.
 
@@ -210,7 +211,7 @@ def may_be_two(format: WeightFormat) -> bool:
     return not isinstance(format.offset, Minimum) and BFLOAT16_BITS < weight_bits(format) <= TWO_TERMS_BITS
 
 
-def _scale_bits(scale, super_scale) -> tuple[bool, int]:
+def _scale_bits(scale: Any, super_scale: Any) -> tuple[bool, int]:
     """Whether there are two levels of scales, and the bits of their product."""
     kinds = [level.kind for level in (scale, super_scale) if level is not None]
     return len(kinds) == 2, sum(SCALE_KINDS[kind].bits for kind in kinds)

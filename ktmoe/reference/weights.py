@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,12 @@ ROUNDED_KINDS = ("bf16", "fp16")
 
 
 def round_bfloat16(a: np.ndarray) -> np.ndarray:
-    """The bfloat16 numbers nearest to float64 a, ties to even, as float64; denormals are kept, beyond the range is infinite."""
+    """The bfloat16 numbers nearest to float64 a, ties to even, as float64; denormals are kept, beyond the range is infinite.
+
+    Examples:
+        >>> reference.round_bfloat16(np.array([1.0, 1.001, 3.14159]))
+        array([1.      , 1.      , 3.140625])
+    """
     a = np.asarray(a, dtype=np.float64)
     exponent = np.frexp(a)[1]  # |a| in [2**(exponent-1), 2**exponent); bfloat16 has 8 significant bits
     quantum = np.maximum(exponent - 8, -133)
@@ -47,6 +53,10 @@ def integer_unit(format: WeightFormat) -> float | None:
 
     Integers of family int: 1. 4 bits: the largest power of two, 2**-8 to 1, of which all these are multiples, by 127 at most,
     or by 16 where there are zero points. Both without scales, or with scales of half blocks or of whole ones, of INTEGER_KINDS.
+
+    Examples:
+        >>> reference.integer_unit(ktmoe.MXFP4), reference.integer_unit(ktmoe.BF16)
+        (0.5, None)
     """
     scale = format.scale
     if format.element.family not in ("q4", "int"):
@@ -75,12 +85,16 @@ def small_integers(format: WeightFormat) -> bool:
 def folds(matrix: Matrix) -> bool:
     """Whether rounding="folded" rounds a matrix's weights to bfloat16: if its scales are bfloat16, normal or zero, or fp16, and
     by their exponents and the values' no product, whether it occurs or not, is denormal, or above 2**127 when rounded.
+
+    Examples:
+        >>> reference.folds(matrix)  # bfloat16 has no scales that could be folded
+        False
     """
     if not _plain(matrix.format, "q4", ROUNDED_KINDS):
         return False
     matrix.refuse()
 
-    def exponents(values):
+    def exponents(values: Any) -> Any:
         sizes = np.abs(np.asarray(values, np.float64))
         return np.frexp(sizes[sizes > 0])[1] - 1  # floor(log2)
 
@@ -105,6 +119,10 @@ def splits(matrix: Matrix) -> bool:
     """Whether tuned_for="prefill" may make each weight the sum of two bfloat16 numbers, exactly: if its scales are bfloat16,
     positive or zero, below 2**125, and each value of its element is a sum or a difference of two powers of two, from 2**-126
     to 8, whose products with any of its scales are normal.
+
+    Examples:
+        >>> reference.splits(matrix)  # bfloat16 has no scales that could be split
+        False
     """
     if not _plain(matrix.format, "q4", ("bf16",)):
         return False
@@ -119,7 +137,7 @@ def splits(matrix: Matrix) -> bool:
     return bool(scales.min() >= TINY and scales.max() < 2.0**125 and scales.min() * min(terms) >= TINY)
 
 
-def term_sizes(matrix: Matrix, rows=slice(None)) -> np.ndarray:
+def term_sizes(matrix: Matrix, rows: Any = slice(None)) -> np.ndarray:
     """The sum of the sizes of the two numbers that each weight is a sum of."""
     matrix = in_rows(matrix)
     values = tuple(sum(_powers(value)) for value in matrix.format.element.values)
@@ -143,7 +161,7 @@ def columns_of(matrix: Matrix, first: int, last: int) -> Matrix:
     return replace(matrix, shape=(matrix.shape[0], last - first), bias=None if first else matrix.bias, **arrays)
 
 
-def denormal_weights(matrix: Matrix, rows=slice(None)) -> np.ndarray | None:
+def denormal_weights(matrix: Matrix, rows: Any = slice(None)) -> np.ndarray | None:
     """|w|, without factor and minimum, where the bfloat16 number of the weight, or of its code, is denormal and may count as 0;
     else 0. None if none is."""
     element = matrix.format.element

@@ -7,6 +7,7 @@ import math
 import os
 import string
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -37,12 +38,17 @@ def write_chat_model(
     intermediate: int = 64,
     layers: int = 2,
     top_k: int = 2,
-    **writing,
+    **writing: Any,
 ) -> None:
     """Qwen3-MoE in bfloat16 with random weights, which answers in lower-case letters and never stops by itself.
 
     path: a new or empty folder. hidden: a multiple of 64. writing: `seed`, `shard_bytes` and `progress`, see
     ktmoe.synthetic.files.write. Raises InputError for a size that is not possible and a folder that already holds a model.
+
+    Examples:
+        >>> synthetic.write_chat_model("tiny", num_experts=4)
+        >>> "tokenizer.json" in os.listdir("tiny")
+        True
     """
     check(hidden=(hidden, 2 * HEAD), intermediate=(intermediate, 1), num_experts=(num_experts, 1))
     if not 1 <= top_k <= num_experts:
@@ -112,7 +118,7 @@ def _likely_rows(hidden: int) -> Shaper:
     return shape
 
 
-def _tokenizer_files() -> dict[str, dict]:
+def _tokenizer_files() -> dict[str, dict[str, Any]]:
     """tokenizer.json: BPE without merges, so that a byte is a token; what it stands for; how generation ends."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, KeysView
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import TensorSpec, serialize_file
@@ -26,7 +27,7 @@ class Model:
     """loader: the name of the one that reads it. config: what config.json holds. tensors: in the order of the files."""
 
     loader: str
-    config: dict
+    config: dict[str, Any]
     tensors: list[Tensor]
 
 
@@ -140,6 +141,6 @@ def _write_shards(
     return weight_map
 
 
-def _write_json(file: Path, value: dict, written: list[Path]) -> None:
+def _write_json(file: Path, value: dict[str, Any], written: list[Path]) -> None:
     written.append(file)
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -61,6 +62,11 @@ def write_gguf(
     intermediate: multiples of a record's weights. A tensor's bytes depend on `seed`, its name and its shape alone.
     Raises InputError for a size that is not possible, and for a folder that already holds a model. If it fails or is
     interrupted, what it wrote is removed.
+
+    Examples:
+        >>> synthetic.write_gguf("experts.gguf", types="Q4_K", num_experts=2, hidden=256, intermediate=256)
+        >>> ktmoe.load_experts("experts.gguf", 0).num_experts
+        2
     """
     check(splits=(splits, 1), layers=(layers, 1))
     model = _model(types, num_experts, hidden, intermediate, layers, top_k)
@@ -94,7 +100,12 @@ def _write(path: Path, metadata: Mapping[str, object], tensors: list[GgufTensor]
 def gguf_experts(
     *, types: str = "Q4_K_M", num_experts: int = 32, hidden: int = 2048, intermediate: int = 768, seed: int = 0
 ) -> ExpertWeights:
-    """Layer 0 of write_gguf(), without a file."""
+    """Layer 0 of write_gguf(), without a file.
+
+    Examples:
+        >>> synthetic.gguf_experts(types="Q4_K", num_experts=2, hidden=256, intermediate=256).num_experts
+        2
+    """
     return load(_model(types, num_experts, hidden, intermediate, 1, 8), seed)
 
 
@@ -245,10 +256,21 @@ class PublishedGguf:
     types: str
     loader: str = "gguf"
 
-    def write(self, path: str | os.PathLike[str], **sizes) -> None:
+    def write(self, path: str | os.PathLike[str], **sizes: Any) -> None:
+        """A file, or a folder of them: write_gguf() of these types.
+
+        Examples:
+            >>> synthetic.GGUF["GGUF Q8_0"].write("Q8_0.gguf", num_experts=2, hidden=256, intermediate=256)
+        """
         write_gguf(path, types=self.types, **sizes)
 
-    def experts(self, **sizes) -> ExpertWeights:
+    def experts(self, **sizes: Any) -> ExpertWeights:
+        """Layer 0 of write(), without a file.
+
+        Examples:
+            >>> synthetic.GGUF["GGUF Q6_K"].experts(num_experts=2, hidden=256, intermediate=256).num_experts
+            2
+        """
         return gguf_experts(types=self.types, **sizes)
 
 

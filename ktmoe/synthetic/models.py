@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -37,9 +38,15 @@ def write_deepseek_v4(
     prefix: str = "",
     swiglu_limit: float | None = 10.0,
     top_k: int = 6,
-    **writing,
+    **writing: Any,
 ) -> None:
-    """DeepSeek-V4: MXFP4 in I8 and F8_E8M0. mtp_layers: `mtp.{M}`. swiglu_limit: None leaves it out of config.json."""
+    """DeepSeek-V4: MXFP4 in I8 and F8_E8M0. mtp_layers: `mtp.{M}`. swiglu_limit: None leaves it out of config.json.
+
+    Examples:
+        >>> synthetic.write_deepseek_v4("deepseek_v4", num_experts=2, hidden=64, intermediate=64)
+        >>> ktmoe.load_experts("deepseek_v4", 0).num_experts
+        2
+    """
     for name, value in (("layers", layers), ("mtp_layers", mtp_layers)):
         if value < 0:
             raise InputError(f"{name}: expected at least 0, found {value}")
@@ -55,7 +62,12 @@ def write_deepseek_v4(
 def deepseek_v4_experts(
     *, num_experts: int = 32, hidden: int = 4096, intermediate: int = 2048, swiglu_limit: float = 10.0, seed: int = 0
 ) -> ExpertWeights:
-    """Layer 0 of write_deepseek_v4, without a file."""
+    """Layer 0 of write_deepseek_v4, without a file.
+
+    Examples:
+        >>> synthetic.deepseek_v4_experts(num_experts=2, hidden=64, intermediate=64).formats["down"].description
+        'E2M1 with ue8m0 scales per 1x32'
+    """
     model = _deepseek_v4(["layers.0"], num_experts, hidden, intermediate)
     model.config.update(swiglu_limit=swiglu_limit)
     return load(model, seed)
@@ -99,9 +111,15 @@ def write_gpt_oss(
     prefix: str = "model.",
     swiglu_limit: float = 7.0,
     top_k: int = 4,
-    **writing,
+    **writing: Any,
 ) -> None:
-    """gpt-oss: MXFP4 with biases, gate and up interleaved, all experts of a layer in one tensor, made expert by expert."""
+    """gpt-oss: MXFP4 with biases, gate and up interleaved, all experts of a layer in one tensor, made expert by expert.
+
+    Examples:
+        >>> synthetic.write_gpt_oss("gpt_oss", num_experts=2, hidden=64, intermediate=64)
+        >>> ktmoe.load_experts("gpt_oss", 0).num_experts
+        2
+    """
     model = _gpt_oss(bases(prefix, layers), num_experts, hidden, intermediate)
     model.config.update(swiglu_limit=swiglu_limit, num_experts_per_tok=top_k, num_hidden_layers=layers)
     write(path, model, **writing)
@@ -110,7 +128,12 @@ def write_gpt_oss(
 def gpt_oss_experts(
     *, num_experts: int = 32, hidden: int = 2880, intermediate: int = 2880, swiglu_limit: float = 7.0, seed: int = 0
 ) -> ExpertWeights:
-    """Layer 0 of write_gpt_oss, without a file."""
+    """Layer 0 of write_gpt_oss, without a file.
+
+    Examples:
+        >>> synthetic.gpt_oss_experts(num_experts=2, hidden=64, intermediate=64).formats["down"].description
+        'E2M1 with ue8m0 scales per 1x32'
+    """
     model = _gpt_oss(bases("model.", 1), num_experts, hidden, intermediate)
     model.config.update(swiglu_limit=swiglu_limit)
     return load(model, seed)
@@ -149,9 +172,15 @@ def write_kimi_k2(
     layers: int = 1,
     prefix: str = "model.",
     top_k: int = 8,
-    **writing,
+    **writing: Any,
 ) -> None:
-    """Kimi-K2-Thinking: symmetric INT4 of compressed-tensors, one bfloat16 scale per `group` along k."""
+    """Kimi-K2-Thinking: symmetric INT4 of compressed-tensors, one bfloat16 scale per `group` along k.
+
+    Examples:
+        >>> synthetic.write_kimi_k2("kimi_k2", num_experts=2, hidden=64, intermediate=64)
+        >>> ktmoe.load_experts("kimi_k2", 0).num_experts
+        2
+    """
     model = _kimi_k2(bases(prefix, layers), num_experts, hidden, intermediate, group)
     model.config.update(num_experts_per_tok=top_k, num_hidden_layers=layers)
     write(path, model, **writing)
@@ -160,7 +189,12 @@ def write_kimi_k2(
 def kimi_k2_experts(
     *, num_experts: int = 32, hidden: int = 7168, intermediate: int = 2048, group: int = 32, seed: int = 0
 ) -> ExpertWeights:
-    """Layer 0 of write_kimi_k2, without a file."""
+    """Layer 0 of write_kimi_k2, without a file.
+
+    Examples:
+        >>> synthetic.kimi_k2_experts(num_experts=2, hidden=64, intermediate=64).formats["down"].description
+        'INT4 with bf16 scales per 1x32'
+    """
     return load(_kimi_k2(bases("model.", 1), num_experts, hidden, intermediate, group), seed)
 
 
@@ -207,16 +241,27 @@ def write_qwen3(
     layers: int = 1,
     prefix: str = "model.",
     top_k: int = 8,
-    **writing,
+    **writing: Any,
 ) -> None:
-    """Qwen3-MoE (235B-A22B): bfloat16. hidden, intermediate: any."""
+    """Qwen3-MoE (235B-A22B): bfloat16. hidden, intermediate: any.
+
+    Examples:
+        >>> synthetic.write_qwen3("qwen3", num_experts=2, hidden=64, intermediate=64)
+        >>> ktmoe.load_experts("qwen3", 0).num_experts
+        2
+    """
     model = _qwen3(bases(prefix, layers), num_experts, hidden, intermediate)
     model.config.update(num_experts_per_tok=top_k, num_hidden_layers=layers)
     write(path, model, **writing)
 
 
 def qwen3_experts(*, num_experts: int = 32, hidden: int = 4096, intermediate: int = 1536, seed: int = 0) -> ExpertWeights:
-    """Layer 0 of write_qwen3, without a file."""
+    """Layer 0 of write_qwen3, without a file.
+
+    Examples:
+        >>> synthetic.qwen3_experts(num_experts=2, hidden=64, intermediate=64).formats["down"].description
+        'BF16'
+    """
     return load(_qwen3(bases("model.", 1), num_experts, hidden, intermediate), seed)
 
 

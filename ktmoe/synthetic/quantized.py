@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class Published:
     config: Mapping[str, object]
     hidden: int
     intermediate: int
-    more: Mapping[tuple[str, str], tuple] = field(default_factory=dict)
+    more: Mapping[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
     count: str = "num_experts"
     module: str = "mlp.experts"
     stems: Mapping[str, str] = field(default_factory=lambda: PROJ_STEMS)
@@ -49,9 +50,15 @@ class Published:
         layers: int = 1,
         prefix: str | None = None,
         top_k: int = 8,
-        **writing,
+        **writing: Any,
     ) -> None:
-        """A checkpoint."""
+        """A checkpoint.
+
+        Examples:
+            >>> synthetic.write_awq("AWQ", num_experts=2, hidden=128, intermediate=128)
+            >>> ktmoe.load_experts("AWQ", 0).formats["gate"].description
+            'UINT4 with fp16 scales per 1x128, zero points per 1x128, in awq order'
+        """
         prefix = self.prefix if prefix is None else prefix
         model = self._model(bases(prefix, layers), num_experts, hidden or self.hidden, intermediate or self.intermediate)
         model.config.update(num_experts_per_tok=top_k, num_hidden_layers=layers)
@@ -60,7 +67,12 @@ class Published:
     def experts(
         self, *, num_experts: int = 32, hidden: int | None = None, intermediate: int | None = None, seed: int = 0
     ) -> ExpertWeights:
-        """Layer 0 of write(), without a file."""
+        """Layer 0 of write(), without a file.
+
+        Examples:
+            >>> synthetic.nvfp4_experts(num_experts=2, hidden=64, intermediate=64).formats["gate"].description
+            'E2M1 with e4m3 scales per 1x16, an fp32 factor per matrix'
+        """
         return load(
             self._model(bases(self.prefix, 1), num_experts, hidden or self.hidden, intermediate or self.intermediate), seed
         )

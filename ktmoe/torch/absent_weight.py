@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ktmoe.errors import UnavailableError
@@ -20,14 +22,14 @@ class AbsentWeight:
         object.__setattr__(self, "_of", of)
         object.__setattr__(self, "shape", torch.Size(shape))
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> None:
         raise AttributeError(f"{self._why()}: expected no use of its {name!r}")
 
-    def __setattr__(self, name: str, value) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{self._why()}: expected nothing to set its {name!r}")
 
     @classmethod
-    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> None:
         weight = next((value for value in (*arguments, *(keywords or {}).values()) if isinstance(value, cls)), None)
         raise TypeError(f"{weight._why() if weight else cls.__name__}: torch's {function.__name__} cannot take it")
 
@@ -56,7 +58,7 @@ class LinearWithoutWeight(torch.nn.Linear):
         return AbsentWeight(self.name, (self.out_features, self.in_features))
 
     @weight.setter
-    def weight(self, value) -> None:
+    def weight(self, value: Any) -> None:
         self.register_parameter("weight", value)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:

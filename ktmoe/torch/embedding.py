@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ktmoe import arrays
@@ -20,6 +22,11 @@ class DenseEmbedding(torch.nn.Module):
     num_embeddings, embedding_dim: n and k.
 
     Raises InputError for anything else.
+
+    Examples:
+        >>> rows = DenseEmbedding(linear)(torch.tensor([[3, 1, 3]]))
+        >>> rows.dtype, rows.shape == (1, 3, linear.shape[1])
+        (torch.bfloat16, True)
     """
 
     def __init__(self, linear: Linear, dtype: torch.dtype = torch.bfloat16):
@@ -48,7 +55,7 @@ class DenseEmbedding(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.linear.format.description}"
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
                 f"a DenseEmbedding has no weight: {self.linear.name} is packed; linear.rows(ids) gives rows of it, "
@@ -56,6 +63,6 @@ class DenseEmbedding(torch.nn.Module):
             )
         return super().__getattr__(name)
 
-    def __deepcopy__(self, memo: dict) -> DenseEmbedding:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DenseEmbedding:
         """As any module's, but for the Linear, which copies share."""
         return copied(self, memo, self.linear)

@@ -24,6 +24,13 @@ class MoEExperts(torch.nn.Module):
     alone. Attributes: passes: the Training. alpha: of the adapter; the rank is that of the parameters.
 
     Raises what Training raises; InputError for an adapter of other shapes.
+
+    Examples:
+        >>> module = MoEExperts(layer, ktmoe.training.Lora.initial(layer.spec, rank=4, alpha=8))
+        >>> y = module(torch.ones(1, layer.hidden), torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]]))
+        >>> y.sum().backward()
+        >>> sorted(module.state_dict())
+        ['lora_down_a', 'lora_down_b', 'lora_gate_a', 'lora_gate_b', 'lora_up_a', 'lora_up_b']
     """
 
     def __init__(self, layer: MoELayer | Training, lora: Lora | None = None, *, recompute: bool = False):

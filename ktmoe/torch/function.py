@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ _OTHERS = 8
 
 
 def differentiable(
-    passes,
+    passes: Any,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -45,7 +46,18 @@ def differentiable(
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, passes, alpha, projections, save, x, ids, weights, shared, *tensors):
+    def forward(
+        ctx: Any,
+        passes: Any,
+        alpha: Any,
+        projections: Any,
+        save: Any,
+        x: Any,
+        ids: Any,
+        weights: Any,
+        shared: Any,
+        *tensors: Any,
+    ) -> Any:
         lora = _lora(projections, tensors, alpha)
         besides = {} if shared is None else {"shared_weights": _given(shared)}  # which other passes need not know
         y, saved = passes.forward(_given(x), as_numpy(ids, "expert_ids"), _given(weights), lora, save=save, **besides)
@@ -58,7 +70,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_y):
+    def backward(ctx: Any, grad_y: Any) -> Any:
         everything = ctx.saved_tensors
         count = len(everything) - 2 * len(ctx.projections)
         tensors = everything[count:]
@@ -87,17 +99,17 @@ def _lora(projections: tuple[str, ...], tensors: tuple[torch.Tensor, ...], alpha
     return Lora(pairs, alpha, finite=False) if pairs else None
 
 
-def _given(tensor: torch.Tensor):
+def _given(tensor: torch.Tensor) -> Any:
     """float64, which only references take, as arrays."""
     tensor = tensor.detach()
     return tensor.numpy() if tensor.dtype == torch.float64 else tensor
 
 
-def _tensor(value) -> torch.Tensor | None:
+def _tensor(value: Any) -> torch.Tensor | None:
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
-def _taken_apart(saved) -> tuple[object, list[torch.Tensor]]:
+def _taken_apart(saved: Any) -> tuple[object, list[torch.Tensor]]:
     """What stands for a Saved without its arrays, and these as tensors. Of another object nothing is known."""
     if not isinstance(saved, Saved):
         return saved, []
@@ -107,7 +119,7 @@ def _taken_apart(saved) -> tuple[object, list[torch.Tensor]]:
     return frame, [torch.from_numpy(array.view(np.int16) if array.dtype == np.uint16 else array) for array in own]
 
 
-def _put_together(saved, tensors: tuple[torch.Tensor, ...]):
+def _put_together(saved: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
     """_taken_apart() the other way round."""
     if not isinstance(saved, Saved):
         return saved

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -23,6 +25,12 @@ class DenseGroupedLinear(LinearWithoutWeight):
     DeepseekV4GroupedLinear has them.
 
     Raises InputError for anything else.
+
+    Examples:
+        >>> module = DenseGroupedLinear(ktmoe.LinearGroup.of_rows(matrix, 2))
+        >>> y = module(torch.ones(1, 2, matrix.shape[1]))
+        >>> y.shape == (1, 2, matrix.shape[0] // 2)
+        True
     """
 
     def __init__(self, group: LinearGroup):
@@ -63,7 +71,7 @@ class DenseGroupedLinear(LinearWithoutWeight):
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, n_groups={self.n_groups}"
         return f"{sizes}, {first.format.description}"
 
-    def __deepcopy__(self, memo: dict) -> DenseGroupedLinear:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DenseGroupedLinear:
         """As any module's, but for the group, which copies share."""
         return copied(self, memo, self.group)
 

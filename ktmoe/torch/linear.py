@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,12 @@ class DenseLinear(LinearWithoutWeight):
     or not. So nothing can be merged into it, and it cannot be resized. Attributes: linear. in_features, out_features: k and n.
 
     Raises InputError for anything else.
+
+    Examples:
+        >>> module = DenseLinear(linear)
+        >>> y = module(torch.ones(1, linear.shape[1]))
+        >>> y.dtype, y.shape == (1, linear.shape[0])
+        (torch.float32, True)
     """
 
     def __init__(self, linear: Linear):
@@ -70,7 +77,7 @@ class DenseLinear(LinearWithoutWeight):
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.linear.format.description}"
 
-    def __deepcopy__(self, memo: dict) -> DenseLinear:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DenseLinear:
         """As any module's, but for the Linear, which copies share, and what computes it together with others."""
         return copied(self, memo, self.linear, self._shared)
 
@@ -85,6 +92,13 @@ def share_input(modules: list[DenseLinear]) -> None:
     float32 on the CPU, and within torch.compile.
 
     Raises InputError for others.
+
+    Examples:
+        >>> q, k = DenseLinear(linear), DenseLinear(ktmoe.Linear(matrix))
+        >>> share_input([q, k])
+        >>> x = torch.ones(1, linear.shape[1])
+        >>> torch.equal(q(x), k(x))  # q(x) computes both
+        True
     """
     for module in modules:
         if not isinstance(module, DenseLinear):
@@ -94,7 +108,7 @@ def share_input(modules: list[DenseLinear]) -> None:
         module._shared, module._index = shared, index
 
 
-def on_cpu(product, x: torch.Tensor, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> torch.Tensor:
+def on_cpu(product: Any, x: torch.Tensor, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> torch.Tensor:
     """[..., *outputs] of x's dtype and device. product: of a tensor on the CPU, bfloat16 or float32. x: [..., *inputs].
 
     Raises InputError for what is no such tensor.
@@ -114,7 +128,7 @@ def on_cpu(product, x: torch.Tensor, inputs: tuple[int, ...], outputs: tuple[int
     return product(given).to(x)
 
 
-def copied(module: torch.nn.Module, memo: dict, *kept):
+def copied(module: torch.nn.Module, memo: dict[int, Any], *kept: Any) -> Any:
     """copy.deepcopy() of a module, but for what copies share."""
     memo.update({id(each): each for each in kept})
     memo[id(module)] = other = type(module).__new__(type(module))
@@ -139,17 +153,17 @@ class Product(torch.autograd.Function):
     """Of a Linear or a LinearGroup of inputs="own"; inputs, outputs: the last sizes of x and of y."""
 
     @staticmethod
-    def forward(ctx, packed, x, inputs, outputs):
+    def forward(ctx: Any, packed: Any, x: Any, inputs: Any, outputs: Any) -> Any:
         ctx.packed, ctx.inputs, ctx.outputs = packed, inputs, outputs
         return _rows_through(packed.forward, x, inputs, outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_y):
+    def backward(ctx: Any, grad_y: Any) -> Any:
         return None, _rows_through(ctx.packed.backward, grad_y, ctx.outputs, ctx.inputs), None, None
 
 
-def _rows_through(product, given: torch.Tensor, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> torch.Tensor:
+def _rows_through(product: Any, given: torch.Tensor, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> torch.Tensor:
     """[..., *outputs] of given's dtype, of a product that takes [rows, *inputs]."""
     # a tensor of its own: what a function returns must be no view of another one, or nobody may change it in place
     out = torch.empty(*given.shape[: given.dim() - len(inputs)], *outputs, dtype=given.dtype)

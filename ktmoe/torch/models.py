@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -39,6 +40,10 @@ def add_lora(
 
     Raises UnavailableError, before anything is changed, for a model without packed experts or whose experts cannot be trained,
     InputError.
+
+    Examples:
+        >>> model = ktmoe.transformers.load("Qwen3-30B-A3B", activations="bf16")
+        >>> optimizer = torch.optim.AdamW(add_lora(model, rank=4, alpha=8), lr=1e-4)
     """
     if dtype not in _DTYPES:
         raise InputError(f"dtype must be torch.float32 or torch.bfloat16, found {show(dtype)}")
@@ -70,7 +75,7 @@ def _refuse_as_before(packed: torch.nn.Module, module: MoEExperts) -> None:
     """A model whose parameters pack() has freed refuses to be saved: a checkpoint would have no experts. An adapter can be."""
     for hook in packed._state_dict_pre_hooks.values():
 
-        def refuse(_, prefix, keep_vars, hook=hook):
+        def refuse(_: Any, prefix: Any, keep_vars: Any, hook: Any = hook) -> None:
             if prefix:
                 hook(packed, prefix, keep_vars)
 
@@ -79,7 +84,14 @@ def _refuse_as_before(packed: torch.nn.Module, module: MoEExperts) -> None:
 
 def loras(model: torch.nn.Module) -> dict[int | str, Lora]:
     """{layer: its adapter, which shares the parameters' memory}: by the layer's number, or by the module's name where that has
-    no number of its own. Raises InputError for a number that is not finite."""
+    no number of its own. Raises InputError for a number that is not finite.
+
+    Examples:
+        >>> model = ktmoe.transformers.load("Qwen3-30B-A3B", activations="bf16")
+        >>> parameters = add_lora(model, rank=4, alpha=8, projections=["down"])
+        >>> list(loras(model)), loras(model)[0].projections
+        ([0, 1], ('down',))
+    """
     found = {name: module for name, module in model.named_modules() if isinstance(module, MoEExperts) and module.projections}
     return {key: found[name].lora for name, key in _named(found).items()}
 

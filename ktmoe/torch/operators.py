@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ _holders: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary
 _library = torch.library.Library("ktmoe", "FRAGMENT")
 
 
-def handle_of(holder) -> torch.Tensor:
+def handle_of(holder: Any) -> torch.Tensor:
     """A new handle by which operators find an object, as long as somebody else holds it."""
     number = next(_numbers)
     _holders[number] = holder
@@ -25,7 +26,7 @@ def handle_of(holder) -> torch.Tensor:
         return torch.tensor(number, device="cpu")
 
 
-def held_operator(name: str, arguments: str, compute: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]):
+def held_operator(name: str, arguments: str, compute: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Any:
     """operator() of the arguments (arguments, Tensor handle). compute: called as compute(holder, *arguments)."""
     return operator(
         name,
@@ -35,7 +36,7 @@ def held_operator(name: str, arguments: str, compute: Callable[..., torch.Tensor
     )
 
 
-def operator(name: str, arguments: str, compute: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]):
+def operator(name: str, arguments: str, compute: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Any:
     """Register torch.ops.ktmoe.<name>(arguments) -> Tensor, which has no gradient, and return it.
 
     compute: called as compute(*arguments); it returns a tensor of its own. fake: called alike; it returns an empty one of that

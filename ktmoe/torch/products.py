@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from ktmoe.linear_group import LinearGroup
 NUMPY_DTYPES = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
 
 
-def is_plain(x) -> bool:
+def is_plain(x: Any) -> bool:
     """Whether products() takes x: a strided tensor of the CPU, bfloat16 or float32, of no gradient."""
     return (
         type(x) is torch.Tensor

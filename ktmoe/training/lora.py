@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ktmoe import arrays
 from ktmoe._native import core
+from ktmoe.arrays import AnyArray
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertSpec
 from ktmoe.messages import show
@@ -36,9 +39,14 @@ class Lora:
     num_experts. projections: those that have a pair, in the order of PROJECTIONS. nbytes.
 
     Raises InputError, which names the array, what was expected and what was found.
+
+    Examples:
+        >>> a, b = np.ones((8, 4, 64), np.float32), np.zeros((8, 64, 4), np.float32)
+        >>> Lora({"down": (a, b)}, alpha=8)
+        Lora(rank=4, alpha=8, down, 8 experts)
     """
 
-    def __init__(self, pairs: Mapping[str, tuple], alpha: float, *, finite: bool = True):
+    def __init__(self, pairs: Mapping[str, tuple[AnyArray, AnyArray]], alpha: float, *, finite: bool = True):
         if not isinstance(pairs, Mapping) or not pairs:
             raise InputError(f"pairs must be {{projection: (a, b)}}, found {show(pairs)}")
         if unknown := [projection for projection in pairs if projection not in PROJECTIONS]:
@@ -71,12 +79,16 @@ class Lora:
         alpha: float,
         projections: Iterable[str] = PROJECTIONS,
         seed: int = 0,
-        dtype=np.float32,
+        dtype: npt.DTypeLike = np.float32,
     ) -> Lora:
         """An adapter that changes nothing yet: B is zero, and A uniform in +-1 / sqrt(inputs), which is PEFT's default
         (Kaiming-uniform with a = sqrt(5)).
 
         spec: of the layer (MoELayer.spec). dtype: float32 or bfloat16 (ml_dtypes). Raises InputError.
+
+        Examples:
+            >>> Lora.initial(layer.spec, rank=16, alpha=32, projections=["gate", "up"]).scale
+            2.0
         """
         shapes = lora_shapes(spec, rank, projections)
         dtype = np.dtype(dtype)
@@ -96,13 +108,21 @@ class Lora:
         return sum(array.nbytes for pair in self.pairs.values() for array in pair)
 
     def check(self, spec: ExpertSpec) -> None:
-        """Raise InputError if this is no adapter for a layer's experts."""
+        """Raise InputError if this is no adapter for a layer's experts.
+
+        Examples:
+            >>> Lora.initial(layer.spec, rank=16, alpha=32).check(layer.spec)
+        """
         for projection, shapes in lora_shapes(spec, self.rank, self.projections).items():
             for name, array, shape in zip("ab", self.pairs[projection], shapes, strict=True):
                 arrays.expect_shape(f"{spec.name}: {projection}'s {name}", array, shape)
 
     def check_dtypes(self, name: str) -> None:
-        """Raise InputError for float64, which only ktmoe.reference.training takes. name: whose adapter it is."""
+        """Raise InputError for float64, which only ktmoe.reference.training takes. name: whose adapter it is.
+
+        Examples:
+            >>> Lora.initial(layer.spec, rank=16, alpha=32, dtype=ml_dtypes.bfloat16).check_dtypes("adapter")
+        """
         if any(array.dtype == np.float64 for pair in self.pairs.values() for array in pair):
             raise InputError(f"{name}: lora must be of float32 or bfloat16, found float64")
 
@@ -142,7 +162,7 @@ def checked_number(name: str, value: float) -> float:
     return number
 
 
-def _checked(value, name: str, finite: bool) -> np.ndarray:
+def _checked(value: Any, name: str, finite: bool) -> np.ndarray:
     """The array of a value, as float32, uint16 or float64, sharing memory. Raises InputError."""
     if isinstance(value, np.ndarray) and value.dtype == np.float64:
         array = value

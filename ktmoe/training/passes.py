@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ktmoe import arrays
 from ktmoe._native import core
+from ktmoe.arrays import A, AnyArray
 from ktmoe.backends.base import Packed
 from ktmoe.batch import checked_batch, checked_out
 from ktmoe.errors import ClosedError, InputError, asking, memory_for
+from ktmoe.experts import ExpertSpec
 from ktmoe.layer import MoELayer
 from ktmoe.messages import show
 from ktmoe.training.lora import Lora, checked_number
@@ -31,11 +34,18 @@ class Gradients:
     lora: of the adapter, {projection: (da, db)}, float32 of a's and b's shapes. None: not wanted, or no adapter.
     shared_weights: of the shared experts' weights, given or 1, float32 [tokens, num_shared], wanted with "weights"; None for a
     layer without them.
+
+    Examples:
+        >>> passes = Training(layer)
+        >>> y, saved = passes.forward(x, ids, weights)
+        >>> gradients = passes.backward(saved, np.ones_like(y), wanted=["x"])
+        >>> gradients.x.shape == x.shape, gradients.lora
+        (True, None)
     """
 
-    x: object
+    x: Any
     weights: np.ndarray | None
-    lora: dict[str, tuple] | None
+    lora: dict[str, tuple[Any, Any]] | None
     shared_weights: np.ndarray | None = None
 
 
@@ -49,6 +59,12 @@ class Training:
     its arguments alone, and the backward pass computes g and u again, with the same bits.
 
     Raises InputError for another activation mode, UnavailableError for a layer that cannot be trained, ClosedError.
+
+    Examples:
+        >>> passes = Training(layer, recompute=True)
+        >>> y, saved = passes.forward(x, ids, weights)
+        >>> np.array_equal(y, layer.forward(x, ids, weights))
+        True
     """
 
     def __init__(self, layer: MoELayer, recompute: bool = False):
@@ -65,31 +81,37 @@ class Training:
             self._passes = _open(layer, "training").training()
 
     @property
-    def spec(self):
+    def spec(self) -> ExpertSpec:
         """The layer's ExpertSpec."""
         return self.layer.spec
 
-    def __deepcopy__(self, memo: dict) -> Training:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Training:
         """The same object: it has nothing of its own, and copies of a module share its layer."""
         return self
 
     def forward(
         self,
-        x,
-        expert_ids,
-        expert_weights,
+        x: A,
+        expert_ids: AnyArray,
+        expert_weights: AnyArray,
         lora: Lora | None = None,
         *,
         save: bool = True,
-        out=None,
-        shared_weights=None,
-    ) -> tuple[object, Saved | None]:
+        out: A | None = None,
+        shared_weights: AnyArray | None = None,
+    ) -> tuple[A, Saved | None]:
         """(y, what backward() needs). y, x, expert_ids, expert_weights, out and shared_weights are those of MoELayer.forward();
         without an adapter y has its bits.
 
         lora: the adapter; None: none. save: whether to keep anything; None is returned where not.
         Raises what MoELayer.forward() raises, InputError for an adapter of other shapes or of a layer with shared experts,
         OutOfMemoryError.
+
+        Examples:
+            >>> lora = Lora.initial(layer.spec, rank=4, alpha=8)
+            >>> y, saved = Training(layer).forward(x, ids, weights, lora)
+            >>> saved.adapted
+            (('gate', 'up', 'down'), 4)
         """
         _open(self.layer, "forward")
         given, num_shared = (x, expert_ids, expert_weights), self.layer.num_shared
@@ -114,10 +136,10 @@ class Training:
     def backward(
         self,
         saved: Saved,
-        grad_y,
+        grad_y: AnyArray,
         lora: Lora | None = None,
         *,
-        into: Mapping[str, tuple] | None = None,
+        into: Mapping[str, tuple[AnyArray, AnyArray]] | None = None,
         add: bool = False,
         scale: float = 1.0,
         wanted: Iterable[str] = WANTED,
@@ -130,6 +152,14 @@ class Training:
         and aligned, of a's and b's shapes, arrays or torch CPU tensors; None: new arrays. add: whether they are added to what
         into holds. scale: multiplies the adapter's gradients alone. wanted: which of "x", "weights" and "lora" to compute.
         Raises InputError, ClosedError, OutOfMemoryError.
+
+        Examples:
+            >>> passes, lora = Training(layer), Lora.initial(layer.spec, rank=4, alpha=8)
+            >>> y, saved = passes.forward(x, ids, weights, lora)
+            >>> gradients = passes.backward(saved, np.ones_like(y), lora)
+            >>> da, db = gradients.lora["down"]
+            >>> da.shape == lora.pairs["down"][0].shape
+            True
         """
         _open(self.layer, "backward")
         if not isinstance(saved, Saved) or saved.owner is not self.layer:
@@ -177,7 +207,7 @@ class Training:
         routed, shared = np.hsplit(all_weights, [all_weights.shape[1] - self.layer.num_shared])
         return routed.copy(), shared.copy()
 
-    def _adapter(self, lora: Lora | None):
+    def _adapter(self, lora: Lora | None) -> Any:
         """The adapter as the driver takes it. Raises InputError."""
         if lora is None:
             return None
@@ -210,7 +240,7 @@ def _zeros(lora: Lora) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return {projection: tuple(np.zeros(array.shape, np.float32) for array in pair) for projection, pair in lora.pairs.items()}
 
 
-def _checked_targets(lora: Lora, into: Mapping[str, tuple], others: list[np.ndarray]) -> dict[str, tuple]:
+def _checked_targets(lora: Lora, into: Mapping[str, tuple[AnyArray, AnyArray]], others: list[np.ndarray]) -> dict[str, Any]:
     """The arrays that an adapter's gradients go to, float32. others: what is read meanwhile. Raises InputError."""
     if not isinstance(into, Mapping) or set(into) != set(lora.projections):
         raise InputError(f"into must have (da, db) for {', '.join(lora.projections)}, found {show(into)}")
@@ -233,7 +263,7 @@ def _checked_targets(lora: Lora, into: Mapping[str, tuple], others: list[np.ndar
     return sums
 
 
-def _checked_target(name: str, given, like: np.ndarray) -> np.ndarray:
+def _checked_target(name: str, given: Any, like: np.ndarray) -> np.ndarray:
     array = arrays.as_numpy(given, name)
     if array.dtype != np.float32:
         raise InputError(f"{name} must be float32, found {array.dtype}")

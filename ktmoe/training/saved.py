@@ -24,6 +24,11 @@ class Saved:
     [tokens * top_k, intermediate] twice and [tokens * top_k, 3, rank], t None without an adapter; None with recompute=True.
     adapted: (projections, rank) of the adapter, None without one. owner: the layer. restore: turns an array like x into the
     kind that x had.
+
+    Examples:
+        >>> y, saved = Training(layer).forward(x, ids, weights)
+        >>> saved.nbytes > x.nbytes
+        True
     """
 
     x: np.ndarray
@@ -66,6 +71,10 @@ def saved_nbytes(
 
     top_k, num_experts: with shared experts, if any. rank: 0 without an adapter. x_bytes: of an item of x, 2 for bfloat16 and 4
     for float32.
+
+    Examples:
+        >>> saved_nbytes(1024, 6, num_experts=256, hidden=4096, intermediate=2048)
+        109125888
     """
     arguments = tokens * (hidden * x_bytes + _OF_A_SLOT * top_k) + num_experts
     return arguments + (0 if recompute else tokens * top_k * (8 * intermediate + 12 * rank))
@@ -75,6 +84,13 @@ class SavedStack:
     """What forward passes keep, last in, first out, at most `depth` of them.
 
     depth: at least 1. forgets: whether the oldest makes room for one too many; else that is refused. Raises InputError.
+
+    Examples:
+        >>> stack = SavedStack(depth=2)
+        >>> y, saved = Training(layer).forward(x, ids, weights)
+        >>> stack.push(saved)
+        >>> len(stack), stack.pop() is saved
+        (1, True)
     """
 
     def __init__(self, depth: int = 1, *, forgets: bool = False):
@@ -89,7 +105,15 @@ class SavedStack:
 
     def push(self, saved: Saved) -> None:
         """Raises UnavailableError if the stack is full and forgets nothing: more forward passes than depth without a backward
-        pass."""
+        pass.
+
+        Examples:
+            >>> stack = SavedStack(depth=1, forgets=True)
+            >>> for _ in range(3):
+            ...     stack.push(Training(layer).forward(x, ids, weights)[1])
+            >>> len(stack)
+            1
+        """
         if len(self._kept) == self.depth and not self._forgets:
             raise UnavailableError(
                 f"expected at most {self.depth} forward passes without their backward passes, found another one; "
@@ -105,12 +129,28 @@ class SavedStack:
         return self._kept[-1]
 
     def pop(self) -> Saved:
-        """Take what was kept last. Raises UnavailableError if there is nothing."""
+        """Take what was kept last. Raises UnavailableError if there is nothing.
+
+        Examples:
+            >>> stack = SavedStack()
+            >>> stack.push(Training(layer).forward(x, ids, weights)[1])
+            >>> stack.pop().adapted is None, len(stack)
+            (True, 0)
+        """
         last = self.last
         self._kept.pop()
         return last
 
     def clear(self) -> None:
+        """Forget everything.
+
+        Examples:
+            >>> stack = SavedStack()
+            >>> stack.push(Training(layer).forward(x, ids, weights)[1])
+            >>> stack.clear()
+            >>> len(stack)
+            0
+        """
         self._kept.clear()
 
     def __len__(self) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
@@ -97,19 +98,19 @@ class Accuracy:
 
 
 def accuracy(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     text: str,
     *,
     backend: str = "auto",
     activations: Sequence[str] | None = None,
     rounding: str = "exact",
     dense: str = "packed",
-    experts: str | os.PathLike | None = None,
+    experts: str | os.PathLike[str] | None = None,
     tokens: int | None = None,
     context: int = 512,
     layers: bool = True,
-    against: str | os.PathLike | None = None,
-    step: Callable,
+    against: str | os.PathLike[str] | None = None,
+    step: Callable[..., Any],
 ) -> Accuracy:
     """Run a text through a checkpoint's model, exactly and with each activation mode. path: as load() has it.
 
@@ -140,11 +141,11 @@ def _accuracy(
     activations: Sequence[str] | None,
     rounding: str,
     dense: str,
-    experts: str | os.PathLike | None,
+    experts: str | os.PathLike[str] | None,
     tokens: int | None,
     context: int,
     layers: bool,
-    step: Callable,
+    step: Callable[..., Any],
 ) -> Accuracy:
     config = AutoConfig.from_pretrained(original or folder).get_text_config()
     if original:
@@ -168,10 +169,10 @@ class _Work:
     folder: Path
     original: Path | None
     backend: str
-    experts: str | os.PathLike | None
+    experts: str | os.PathLike[str] | None
     tokens: torch.Tensor
     windows: list[Window]
-    step: Callable
+    step: Callable[..., Any]
 
     def exact(
         self, logits: Logits, vocabulary: int, activations: Sequence[str] | None, rounding: str, dense: str, layers: bool

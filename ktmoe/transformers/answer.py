@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
@@ -36,7 +37,7 @@ class Answer:
         """Tokens per second after the first one; None for an answer of one token."""
         return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 else None
 
-    def data(self) -> dict:
+    def data(self) -> dict[str, Any]:
         """The fields and the rates, for JSON."""
         return vars(self) | {"prefill_tokens_s": self.prefill_tokens_s, "decode_tokens_s": self.decode_tokens_s}
 
@@ -83,7 +84,7 @@ def answer(
     tokenizer: PreTrainedTokenizerBase,
     inputs: dict[str, torch.Tensor],
     write: Callable[[str], object],
-    **options,
+    **options: Any,
 ) -> Answer:
     """Generate, and give the text to write() piece by piece. inputs: encode()'s. options: generate()'s."""
     streamer = _Streamer(tokenizer, write)

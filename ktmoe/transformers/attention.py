@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
@@ -42,7 +43,7 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What transformers asks of an attention: [batch, queries, heads, value dim], and the weights or None.
 
@@ -83,7 +84,7 @@ def _with_sinks(
     return output.transpose(1, 2).contiguous()
 
 
-def _in_graphs(query, key, value, mask, sinks, causal, scaling) -> torch.Tensor:
+def _in_graphs(query: Any, key: Any, value: Any, mask: Any, sinks: Any, causal: Any, scaling: Any) -> torch.Tensor:
     """_with_sinks(), of the masks that transformers makes where torch.compile traces it: there it never leaves one out."""
     if mask is not None and mask.dtype == torch.bool and causal:
         queries, keys = mask.shape[2:]
@@ -148,7 +149,7 @@ _operator = operator(
 
 
 def _by_transformers(
-    module, query, key, value, mask, dropout, scaling, sinks, **kwargs
+    module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: Any, scaling: Any, sinks: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' own attention of this module: sdpa, or eager if it has sinks, which sdpa does not take."""
     if sinks is None:
@@ -160,7 +161,7 @@ def _by_transformers(
     return eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, s_aux=sinks, **kwargs)
 
 
-def mask(*args, **kwargs) -> torch.Tensor | None:
+def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Which keys a query sees, bool [batch, 1, queries, keys], or None if one query sees all, or each all up to its own.
 
     The arguments are those of transformers' sdpa_mask(), which makes it.

@@ -37,6 +37,10 @@ class Config(QuantizationConfigMixin):
     from there, loading raises why. inner: the checkpoint's own quantization_config, by which transformers reads the rest of the
     model. Those two are for a config.json that names ktmoe as its quant_method.
     Raises InputError.
+
+    Examples:
+        >>> config = ktmoe.transformers.Config(activations="bf16", dense="torch")
+        >>> model = transformers.AutoModelForCausalLM.from_pretrained("Qwen3-30B-A3B", quantization_config=config)
     """
 
     def __init__(
@@ -48,15 +52,15 @@ class Config(QuantizationConfigMixin):
         tuned_for: str = "decode",
         threads: int | None = None,
         numa_nodes: Sequence[int] | None = None,
-        gpu_experts: np.ndarray | Sequence | int | None = None,
-        progress=None,
+        gpu_experts: np.ndarray | Sequence[Any] | int | None = None,
+        progress: Any = None,
         source: str = "auto",
-        cache: str | os.PathLike | None = None,
+        cache: str | os.PathLike[str] | None = None,
         dense: str = "packed",
         distributed: Distribution | None = None,
-        experts: str | os.PathLike | None = None,
-        path: str | os.PathLike | None = None,
-        inner: dict | None = None,
+        experts: str | os.PathLike[str] | None = None,
+        path: str | os.PathLike[str] | None = None,
+        inner: dict[str, Any] | None = None,
         quant_method: str = NAME,
     ):
         if source not in SOURCES:
@@ -71,7 +75,12 @@ class Config(QuantizationConfigMixin):
         self.inner = inner
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold: all but progress and distributed."""
+        """What JSON can hold: all but progress and distributed.
+
+        Examples:
+            >>> ktmoe.transformers.Config(dense="torch").to_dict()["dense"]
+            'torch'
+        """
         options = {name: option for name, option in vars(self.options).items() if name not in ("progress", "distributed")}
         options["numa_nodes"] = None if options["numa_nodes"] is None else np.asarray(options["numa_nodes"]).tolist()
         gpu_experts = read(options["gpu_experts"])
@@ -82,10 +91,10 @@ class Config(QuantizationConfigMixin):
         return copy.deepcopy(options | own)
 
     @property
-    def _paths(self) -> dict[str, str | os.PathLike | None]:
+    def _paths(self) -> dict[str, str | os.PathLike[str] | None]:
         return {"path": self.path, "experts": self.experts}
 
-    def __deepcopy__(self, memo: dict) -> Config:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Config:
         """The same object, since nothing changes it: transformers copies configs, and a progress bar cannot be copied."""
         return self
 

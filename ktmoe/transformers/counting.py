@@ -23,6 +23,13 @@ def count_experts(model: torch.nn.Module) -> Iterator[np.ndarray]:
     experts: load(), place() and ktmoe.compat.kt_kernel.generate_gpu_experts_masks() take such rows. Tokens of padding have
     experts, too, and a pass that is computed again for gradients counts again. Contexts may be nested, and several threads may
     call the model. Raises UnavailableError for a model without such experts.
+
+    Examples:
+        >>> model = ktmoe.transformers.load("Qwen3-30B-A3B")
+        >>> with ktmoe.transformers.count_experts(model) as counts:
+        ...     logits = model(torch.tensor([[1, 2, 3]])).logits
+        >>> counts.sum(axis=1)  # 3 tokens, 2 experts each, in both layers
+        array([6, 6])
     """
     rows = {}
     for name, module in model.named_modules():

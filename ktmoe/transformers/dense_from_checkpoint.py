@@ -65,7 +65,7 @@ class DenseFromCheckpoint:
 
     def __init__(
         self,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         model: PreTrainedModel,
         found: Sequence[DenseModule],
         options: Options,

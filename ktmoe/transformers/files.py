@@ -24,7 +24,7 @@ def folder_of_files(checkpoint_files: Sequence[str] | None) -> str:
     return os.path.dirname(checkpoint_files[0])
 
 
-def gguf_files(path: str | os.PathLike | None) -> list[Path]:
+def gguf_files(path: str | os.PathLike[str] | None) -> list[Path]:
     """The files of a GGUF checkpoint; none of another one."""
     if path is None or not is_gguf_model(path):
         return []
@@ -32,7 +32,7 @@ def gguf_files(path: str | os.PathLike | None) -> list[Path]:
         return checkpoint.files
 
 
-def has_files(path: str | os.PathLike, files: Sequence[str] | None) -> bool:
+def has_files(path: str | os.PathLike[str], files: Sequence[str] | None) -> bool:
     """Whether a folder has these very files, which may be links to it, as a view's are."""
     try:
         return all(os.path.samefile(os.path.join(path, os.path.basename(file)), file) for file in files or ())
@@ -58,7 +58,9 @@ def check_size(model: PreTrainedModel, found_experts: Sequence[Experts], files: 
         )
 
 
-def check_parameters(path: str | os.PathLike, model: PreTrainedModel, files: Sequence[str], taken: Collection[str]) -> None:
+def check_parameters(
+    path: str | os.PathLike[str], model: PreTrainedModel, files: Sequence[str], taken: Collection[str]
+) -> None:
     """Check that the files have each parameter of a model, in its shape, and no others.
 
     transformers would draw a missing one at random, and leave out another one. path: of the model, for messages. taken: modules

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
@@ -42,7 +43,7 @@ _SIZES, _MOST_OF_SIZE = ("_dim", "hidden_size", "d_model", "n_embd"), 2**24
 logger = logging.getLogger(__name__)
 
 
-def is_folder(path: str | os.PathLike) -> bool:
+def is_folder(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a folder. If not, it is the id of a model on the Hub, and a line of the log says who is asked for it.
 
     Raises CheckpointError if it cannot be an id either, as a file, or what ends in .gguf or .safetensors.
@@ -62,7 +63,7 @@ def is_folder(path: str | os.PathLike) -> bool:
     return False
 
 
-def is_gguf_model(path: str | os.PathLike) -> bool:
+def is_gguf_model(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a .gguf file, or a folder whose weights are in such files alone."""
     place = Path(path).expanduser()
     if not place.is_dir():
@@ -71,7 +72,7 @@ def is_gguf_model(path: str | os.PathLike) -> bool:
 
 
 @contextmanager
-def model_folder(path: str | os.PathLike, *, everything: bool = False) -> Iterator[Path]:
+def model_folder(path: str | os.PathLike[str], *, everything: bool = False) -> Iterator[Path]:
     """A model's folder, as transformers reads it; for GGUF a temporary one, which is removed afterwards.
 
     path: a folder, a .gguf file, or the id of a model on the Hub. everything: gguf_folder()'s.
@@ -84,7 +85,7 @@ def model_folder(path: str | os.PathLike, *, everything: bool = False) -> Iterat
         yield folder_of(path)
 
 
-def folder_of(path: str | os.PathLike) -> Path:
+def folder_of(path: str | os.PathLike[str]) -> Path:
     """A checkpoint's folder; what is no folder here is the id of a model on the Hub, whose files are downloaded if need be.
 
     Raises what is_folder() and read_config() raise, and CheckpointError for a model that the Hub does not give, and for files
@@ -109,7 +110,7 @@ def _check_fetched(files: Iterable[Path]) -> None:
             os.close(open_regular(file)[0])
 
 
-def read_config(folder: Path) -> dict:
+def read_config(folder: Path) -> dict[str, Any]:
     """A folder's config.json.
 
     Raises CheckpointError if there is none, if a model of it would take minutes to build, and for weights that git-lfs has not
@@ -125,7 +126,7 @@ def read_config(folder: Path) -> dict:
     return config
 
 
-def check_numbers(config: dict, name: str, layers: int = _MOST_LAYERS) -> None:
+def check_numbers(config: dict[str, Any], name: str, layers: int = _MOST_LAYERS) -> None:
     """Raise CheckpointError for a config's numbers that no model has. name: the config's, in messages.
 
     layers: the most that its text model may have.

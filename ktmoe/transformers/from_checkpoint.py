@@ -18,7 +18,7 @@ from ktmoe.transformers.modules import Experts
 from ktmoe.transformers.options import Options
 
 
-def readable(path: str | os.PathLike, found: list[Experts]) -> list[ExpertWeights]:
+def readable(path: str | os.PathLike[str], found: list[Experts]) -> list[ExpertWeights]:
     """The weights of these modules, by their layers' numbers; none is read. Raises a KtmoeError if no loader reads them."""
     layers = [experts.layer for experts in found]
     if None in layers or len(set(layers)) < len(layers):
@@ -31,7 +31,7 @@ def readable(path: str | os.PathLike, found: list[Experts]) -> list[ExpertWeight
 class FromCheckpoint:
     """found: a model's modules of experts, which readable() reads. Raises what MoEModel.from_checkpoint does."""
 
-    def __init__(self, path: str | os.PathLike, found: list[Experts], options: Options, progress: Progress | None):
+    def __init__(self, path: str | os.PathLike[str], found: list[Experts], options: Options, progress: Progress | None):
         self._found = found
         layers = [experts.layer for experts in found]
         self._loading = MoEModel.from_checkpoint(

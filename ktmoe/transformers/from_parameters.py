@@ -37,7 +37,7 @@ class FromParameters(ConversionOps):
         module, _, name = parameter.rpartition(".")
         return module in self._experts and name in self._experts[module].parameters
 
-    def convert(self, input_dict: dict[str, Any], *, missing_keys: set[str] | None = None, **kwargs) -> dict:
+    def convert(self, input_dict: dict[str, Any], *, missing_keys: set[str] | None = None, **kwargs: Any) -> dict[str, Any]:
         for parameter, tensor in input_dict.items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
             if missing_keys is not None:

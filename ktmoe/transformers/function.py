@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
@@ -76,7 +77,7 @@ def _computed(
         on_cpu = differentiable(Training(self.ktmoe_layer), x, chosen.others, top_k_weights)
     else:
         x = hidden_states.cpu().float()  # so that the CPU's part comes in float32
-        job: Future = self.ktmoe_layer.submit(x, chosen.others, top_k_weights.cpu().float())
+        job: Future[Any] = self.ktmoe_layer.submit(x, chosen.others, top_k_weights.cpu().float())
         try:
             outputs = on_gpu.compute(hidden_states, top_k_weights, chosen)
         finally:
@@ -146,7 +147,7 @@ def attach(experts: Experts, layer: MoELayer | DistributedLayer) -> None:
 class _FirstCall:
     """Packs a module that nobody packed, once, whatever threads call it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.after_fork()
         forks.watch(self)
 
@@ -168,7 +169,7 @@ _first_call = _FirstCall()
 def _without(kind: type, parameters: tuple[str, ...]) -> type:
     """The same class, but for parameters that are gone: asking for one says why. torch's parametrize() does it like this."""
 
-    def gone(self):
+    def gone(self: Any) -> None:
         raise UnavailableError(
             f"{kind.__name__}: its parameters were freed when ktmoe packed them; load the model again for another "
             "experts_implementation"

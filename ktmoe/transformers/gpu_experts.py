@@ -6,6 +6,7 @@ import copy
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from ktmoe.messages import show
 from ktmoe.transformers.modules import layer_of
 
 
-def read(gpu_experts: object) -> int | np.ndarray:
+def read(gpu_experts: Any) -> int | np.ndarray:
     """A number, or an array of what ktmoe.transformers.load() is given. Raises InputError for rows of several lengths, and for
     a tensor that cannot be an array.
     """

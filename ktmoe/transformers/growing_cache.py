@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -16,7 +18,7 @@ class _Room:
     own. So where the tokens stand is read from the tensor itself.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None  # [batch, heads, tokens, dim], contiguous
 
     def append(self, kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -59,12 +61,12 @@ class GrowingLayer(DynamicLayer):
     What update() returns are views: they hold until crop() was called and other tokens have taken the place.
     """
 
-    def __init__(self, **kwargs):
+    def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         self._rooms = _Room(), _Room()
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values, with the new ones behind them."""
         if not self.is_initialized:
@@ -79,12 +81,12 @@ class GrowingLayer(DynamicLayer):
 class GrowingSlidingLayer(DynamicSlidingWindowLayer):
     """The last keys and values of a layer, as DynamicSlidingWindowLayer has them, with room behind them."""
 
-    def __init__(self, sliding_window: int, **kwargs):
+    def __init__(self, sliding_window: int, **kwargs: Any):
         super().__init__(sliding_window, **kwargs)
         self._rooms = _Room(), _Room()
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values that the new tokens may see, and the new ones behind them."""
         if not self.is_initialized:
@@ -116,7 +118,7 @@ def grow(cache: DynamicCache) -> DynamicCache:
     return cache
 
 
-def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("past_key_values")
     if type(cache) is DynamicCache and not cache.offloading:
         grow(cache)

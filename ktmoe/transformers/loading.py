@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import transformers
@@ -43,7 +44,7 @@ _WHERE = (
 
 
 def load(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     backend: str = "auto",
     activations: str = "auto",
@@ -51,14 +52,14 @@ def load(
     tuned_for: str = "decode",
     threads: int | None = None,
     numa_nodes: Sequence[int] | None = None,
-    gpu_experts: np.ndarray | Sequence | int | None = None,
-    progress=None,
+    gpu_experts: np.ndarray | Sequence[Any] | int | None = None,
+    progress: Any = None,
     source: str = "auto",
-    cache: str | os.PathLike | None = None,
+    cache: str | os.PathLike[str] | None = None,
     dense: str = "packed",
-    experts: str | os.PathLike | None = None,
+    experts: str | os.PathLike[str] | None = None,
     distributed: Distribution | bool | None = None,
-    **from_pretrained,
+    **from_pretrained: Any,
 ) -> PreTrainedModel:
     """A checkpoint as a transformers model that ktmoe computes, straight from the checkpoint's own weights.
 
@@ -90,6 +91,12 @@ def load(
 
     The model is frozen: it has no parameter that requires grad. Raises UnavailableError for a model that ktmoe cannot serve,
     CheckpointError for a path that is no model's, and what MoEModel.from_checkpoint and from_pretrained() raise.
+
+    Examples:
+        >>> model = ktmoe.transformers.load("Qwen3-30B-A3B")
+        >>> tokenizer = ktmoe.transformers.load_tokenizer("Qwen3-30B-A3B")
+        >>> ids = model.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=8)
+        >>> text = tokenizer.decode(ids[0])
     """
     distribution = distribution_of(distributed)
     named = functools.partial(
@@ -118,7 +125,10 @@ def load(
 
 
 def _load(
-    path: str | os.PathLike, named: Callable[..., Config], progress: Progress | bool | None, from_pretrained: dict
+    path: str | os.PathLike[str],
+    named: Callable[..., Config],
+    progress: Progress | bool | None,
+    from_pretrained: dict[str, Any],
 ) -> PreTrainedModel:
     """A folder's model, or one of the Hub. named: Config, without path and inner."""
     here = is_folder(path)
@@ -169,7 +179,7 @@ def _ended_by_errors(progress: Progress | bool | None) -> Iterator[Progress]:
             raise
 
 
-def _stated(config: PreTrainedConfig) -> dict:
+def _stated(config: PreTrainedConfig) -> dict[str, Any]:
     """Config's path and inner: what config.json says of the checkpoint's own quantization."""
     found = getattr(config, "quantization_config", None)
     found = getattr(config.get_text_config(decoder=True), "quantization_config", None) if found is None else found
@@ -185,8 +195,8 @@ def pack(
     tuned_for: str = "decode",
     threads: int | None = None,
     numa_nodes: Sequence[int] | None = None,
-    gpu_experts: np.ndarray | Sequence | int | None = None,
-    progress=None,
+    gpu_experts: np.ndarray | Sequence[Any] | int | None = None,
+    progress: Any = None,
     dense: str = "packed",
 ) -> PreTrainedModel:
     """The same model, whose bfloat16 weights are packed in place, layer by layer; their parameters are freed.
@@ -194,6 +204,11 @@ def pack(
     The arguments are those of load(). Dense matrices on a GPU stay there. model.set_experts_implementation("ktmoe") packs
     experts alone, without options, when a layer is first called. The model is frozen afterwards, and cannot be saved.
     Raises UnavailableError, before anything is packed, for a model that ktmoe cannot serve.
+
+    Examples:
+        >>> model = transformers.AutoModelForCausalLM.from_pretrained("Qwen3-30B-A3B", dtype="auto")
+        >>> ktmoe.transformers.pack(model) is model
+        True
     """
     options = Options(backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress, None, dense)
     found = find(model)

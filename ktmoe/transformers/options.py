@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ EXACT = ("packed", "torch")
 #: What `dense` may be: one of these, or the format that packed matrices are rounded to.
 DENSE = (*EXACT, *TARGETS)
 #: Of formats to round dense matrices to, what shares a scale where it is not the format's own. INT8 as in ggml's Q8_0.
-_GROUPS = {"int8": {"group": 32, "scales": "fp16"}}
+_GROUPS: dict[str, dict[str, Any]] = {"int8": {"group": 32, "scales": "fp16"}}
 #: Matrices whose weights have fewer bits are not rounded.
 _FROM_BITS = 16
 
@@ -63,13 +63,13 @@ class Options:
     tuned_for: str = "decode"
     threads: int | None = None
     numa_nodes: Sequence[int] | None = None
-    gpu_experts: np.ndarray | Sequence | int | None = None
+    gpu_experts: np.ndarray | Sequence[Any] | int | None = None
     progress: Progress | bool | None = None
-    cache: str | os.PathLike | None = None
+    cache: str | os.PathLike[str] | None = None
     dense: str = "packed"
     distributed: Distribution | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.dense not in DENSE:
             raise InputError(f"dense must be one of {', '.join(DENSE)}, found {show(self.dense)}")
         if self.distributed is not None and not (
@@ -101,7 +101,7 @@ class Options:
         return LinearWeights.of_headers(weights.name, quantizer.format, (n, k), read)
 
     @property
-    def packing(self) -> dict:
+    def packing(self) -> dict[str, Any]:
         """Arguments of MoELayer and MoEModel."""
         return {
             "backend": self.backend,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from ktmoe.transformers.modules import is_experts, rows_of
 _AT_ONCE = 2**22
 
 
-def place(model: torch.nn.Module, gpu_experts: np.ndarray | Sequence | int | None) -> None:
+def place(model: torch.nn.Module, gpu_experts: np.ndarray | Sequence[Any] | int | None) -> None:
     """Put these experts of a model on its GPU, and all others on the CPU, without loading the model again.
 
     model: of load(), Config or pack(). gpu_experts: as load() has it; None or 0: no expert. The weights of those that come to
@@ -32,6 +33,10 @@ def place(model: torch.nn.Module, gpu_experts: np.ndarray | Sequence | int | Non
     Raises, before anything is changed, InputError, and UnavailableError for experts that are not packed, that have adapters of
     ktmoe.torch.add_lora(), whose backend cannot give weights back, or whose layer is offloaded; ClosedError. Where memory does
     not suffice, layers before that one are changed, and the others are as they were.
+
+    Examples:
+        >>> model = ktmoe.transformers.load("Qwen3-30B-A3B")
+        >>> ktmoe.transformers.place(model, None)  # all experts on the CPU
     """
     modules = {name: module for name, module in model.named_modules() if is_experts(module) or isinstance(module, MoEExperts)}
     if not modules or not hasattr(model, "config"):

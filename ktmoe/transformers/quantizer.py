@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ class KtmoeHfQuantizer(HfQuantizer):
 
     quantization_config: Config
 
-    def __init__(self, quantization_config: Config, **kwargs):
+    def __init__(self, quantization_config: Config, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         dense = quantization_config.options.dense
         self._rest = _quantizer_of_the_rest(quantization_config.inner) if dense == "torch" else None
@@ -54,32 +55,32 @@ class KtmoeHfQuantizer(HfQuantizer):
         self._source: FromCheckpoint | FromParameters | None = None
         self._dtype: torch.dtype | None = None
 
-    def validate_environment(self, **kwargs) -> None:
+    def validate_environment(self, **kwargs: Any) -> None:
         if self._rest:
             with _rest_needs(self.quantization_config.inner):
                 self._rest.validate_environment(**kwargs)
 
-    def update_dtype(self, dtype):
+    def update_dtype(self, dtype: Any) -> Any:
         self._dtype = dtype
         return self._rest.update_dtype(dtype) if self._rest else dtype
 
-    def update_device_map(self, device_map):
+    def update_device_map(self, device_map: Any) -> Any:
         return self._rest.update_device_map(device_map) if self._rest else device_map
 
-    def update_attn_implementation(self, config):
+    def update_attn_implementation(self, config: Any) -> Any:
         self._attention_chosen = config._attn_implementation is not None
         return self._rest.update_attn_implementation(config) if self._rest else config
 
-    def adjust_max_memory(self, max_memory):
+    def adjust_max_memory(self, max_memory: Any) -> Any:
         return self._rest.adjust_max_memory(max_memory) if self._rest else max_memory
 
-    def update_weight_conversions(self, weight_conversions, model):
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
         return self._rest.update_weight_conversions(weight_conversions, model) if self._rest else weight_conversions
 
-    def get_new_dtype(self, converter, param, dtype):
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         return (self._rest or super()).get_new_dtype(converter, param, dtype)
 
-    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs) -> bool:
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         rest = self._rest is not None and self._rest.param_needs_quantization(model, param_name, **kwargs)
         return rest or self._packs(param_name)
 
@@ -95,7 +96,9 @@ class KtmoeHfQuantizer(HfQuantizer):
         """Whether transformers reads this parameter of an expert, for ktmoe to pack it."""
         return isinstance(self._source, FromParameters) and self._source.wants(parameter)
 
-    def preprocess_model(self, model: PreTrainedModel, dtype=None, *, device_map=None, checkpoint_files=None, **kwargs) -> None:
+    def preprocess_model(
+        self, model: PreTrainedModel, dtype: Any = None, *, device_map: Any = None, checkpoint_files: Any = None, **kwargs: Any
+    ) -> None:
         """Refuse everything that can be refused, before any weight is read."""
         options = self.quantization_config.options
         self._found = find(model)
@@ -132,7 +135,7 @@ class KtmoeHfQuantizer(HfQuantizer):
         # if not, transformers asks what to do with each parameter, and reads them one after the other
         self.pre_quantized = not isinstance(self._source, FromParameters)
 
-    def _find_dense(self, model: PreTrainedModel, dtype, device_map, checkpoint_files: Sequence[str] | None) -> None:
+    def _find_dense(self, model: PreTrainedModel, dtype: Any, device_map: Any, checkpoint_files: Sequence[str] | None) -> None:
         """Find out which dense matrices ktmoe reads. Others may need the checkpoint's own quantization method."""
         config = self.quantization_config
         path, elsewhere = self._where(checkpoint_files)
@@ -155,7 +158,7 @@ class KtmoeHfQuantizer(HfQuantizer):
             except UnavailableError as error:
                 raise error from refused
 
-    def _where(self, checkpoint_files: Sequence[str] | None) -> tuple[str | os.PathLike, bool]:
+    def _where(self, checkpoint_files: Sequence[str] | None) -> tuple[str | os.PathLike[str], bool]:
         """Where ktmoe reads weights, and whether transformers reads other files."""
         path = self.quantization_config.path
         if path is None:
@@ -196,7 +199,7 @@ class KtmoeHfQuantizer(HfQuantizer):
         progress = self._progress.part(sum(experts.nbytes for experts in self._found))
         return FromParameters(self._found, replace(config.options, progress=progress), refused)
 
-    def postprocess_model(self, model: PreTrainedModel, **kwargs) -> None:
+    def postprocess_model(self, model: PreTrainedModel, **kwargs: Any) -> None:
         """Wait until all is packed, put it into the model, and put some experts on the GPU."""
         options = self.quantization_config.options
         if self._rest:
@@ -227,7 +230,7 @@ class KtmoeHfQuantizer(HfQuantizer):
         return True
 
 
-def _quantizer_of_the_rest(inner: dict | None) -> HfQuantizer | None:
+def _quantizer_of_the_rest(inner: dict[str, Any] | None) -> HfQuantizer | None:
     """The quantizer of a checkpoint's own quantization_config.
 
     Raises UnavailableError if transformers has none, or if a package that it needs is missing.
@@ -244,7 +247,7 @@ def _quantizer_of_the_rest(inner: dict | None) -> HfQuantizer | None:
 
 
 @contextmanager
-def _rest_needs(inner: dict) -> Iterator[None]:
+def _rest_needs(inner: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except ImportError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -15,12 +16,17 @@ from ktmoe.transformers.gguf.folder import model_name, write_gguf_tokenizer
 from ktmoe.transformers.refusals import in_one_line
 
 
-def load_tokenizer(path: str | os.PathLike, **options) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, with its chat template, as transformers has it.
 
     path: a folder, an id of the Hugging Face Hub, or a .gguf file. options: of AutoTokenizer.from_pretrained().
     Raises CheckpointError if there is none, FormatError for one of a GGUF file that is not known, and UnavailableError if
     transformers cannot read it.
+
+    Examples:
+        >>> tokenizer = ktmoe.transformers.load_tokenizer("Qwen3-30B-A3B")
+        >>> tokenizer("Hello")["input_ids"]
+        [72, 101, 108, 108, 111]
     """
     if not is_gguf_model(path):
         return _read(path, str(path), options)
@@ -33,7 +39,7 @@ def load_tokenizer(path: str | os.PathLike, **options) -> PreTrainedTokenizerBas
     return tokenizer
 
 
-def _read(path: str | os.PathLike, name: str, options: dict) -> PreTrainedTokenizerBase:
+def _read(path: str | os.PathLike[str], name: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
     with in_one_line(f"the tokenizer of {name}"):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     if tokenizer.vocab_size <= 1:  # what transformers makes of no files

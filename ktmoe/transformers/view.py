@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ktmoe.loaders.safetensors_file import read_json_object
 from ktmoe.transformers.config import Config, stated
@@ -33,7 +34,7 @@ class View:
 
 
 @contextmanager
-def view(path: str | os.PathLike, *, progress: bool = False, **options) -> Iterator[View]:
+def view(path: str | os.PathLike[str], *, progress: bool = False, **options: Any) -> Iterator[View]:
     """Make a view of a checkpoint folder, a .gguf file, or a model on the Hub, and remove it afterwards.
 
     Its files are links to the checkpoint's. Its config.json has the checkpoint's quantization_config within ktmoe's, so
@@ -56,6 +57,6 @@ def view(path: str | os.PathLike, *, progress: bool = False, **options) -> Itera
         yield made
 
 
-def _name(path: str | os.PathLike) -> str:
+def _name(path: str | os.PathLike[str]) -> str:
     """The Hub id, or a name after the folder or the file."""
     return model_name(path) if Path(path).expanduser().exists() else str(path).replace("@", "-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +20,7 @@ _TORCH_BYTES = ("uint8", "float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn_x2")
 _UNASKED = 2**28
 
 
-def as_bytes(value, name: str) -> np.ndarray:
+def as_bytes(value: Any, name: str) -> np.ndarray:
     """Codes or scales as uint8, a view. Raises InputError for what has no items of one byte, or is not on the CPU."""
     dtype = None
     if arrays.is_torch(value):
@@ -34,7 +35,7 @@ def as_bytes(value, name: str) -> np.ndarray:
     return array
 
 
-def integers(value, name: str) -> np.ndarray:
+def integers(value: Any, name: str) -> np.ndarray:
     """An array of integers. Raises InputError for others."""
     array = arrays.as_numpy(value, name)
     if array.dtype.kind not in "iu":
@@ -42,7 +43,7 @@ def integers(value, name: str) -> np.ndarray:
     return array
 
 
-def whole(value, name: str, least: int = 0, most: int = 2**31 - 1) -> int:
+def whole(value: Any, name: str, least: int = 0, most: int = 2**31 - 1) -> int:
     """The value as an int. Raises InputError for what is no integer from least to most."""
     if not isinstance(value, int | np.integer) or not least <= value <= most:
         raise InputError(f"{name} must be an integer from {least} to {most}, found {show(value)}")
@@ -55,7 +56,7 @@ def room_for(nbytes: int, what: str) -> None:
         memory.require(nbytes, what)
 
 
-def as_bits(value, name: str) -> np.ndarray:
+def as_bits(value: Any, name: str) -> np.ndarray:
     """The bits of bfloat16 numbers, uint16; float32 is rounded, to nearest even. Raises InputError as arrays.view() does."""
     array = arrays.view(value, name).array
     if array.dtype != np.float32:
@@ -64,7 +65,7 @@ def as_bits(value, name: str) -> np.ndarray:
         return array.astype(arrays.BF16).view(np.uint16)
 
 
-def give(array: np.ndarray, torch: bool):
+def give(array: np.ndarray, torch: bool) -> Any:
     """The array, or a tensor that shares its memory. uint16 is bits of bfloat16 numbers."""
     if array.dtype == np.uint16:
         array = array.view(arrays.BF16)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ktmoe import arrays
 from ktmoe._native import core
-from ktmoe.arrays import expect_shape
+from ktmoe.arrays import AnyArray, expect_shape
 from ktmoe.errors import InputError
 from ktmoe.messages import show
 from ktmoe.quantization import RULES, Rule
@@ -27,19 +27,28 @@ class BlockScaled(NamedTuple):
 
     codes: uint8 [rows, k/2] of mxfp4, low nibble = even k; [rows, k] of mxfp8. scales: UE8M0 bytes, [rows, ceil(k/32)], or in
     tiles. format: "mxfp4" or "mxfp8". scale_order: one of SCALE_ORDERS.
+
+    Examples:
+        >>> rows = quantize(np.ones((1, 64), np.float32), "mxfp4")
+        >>> rows.codes.shape, rows.scales
+        ((1, 32), array([[125, 125]], dtype=uint8))
     """
 
-    codes: np.ndarray
-    scales: np.ndarray
+    codes: Any
+    scales: Any
     format: str
     scale_order: str = "plain"
 
 
-def quantize(x, to: str = "mxfp4", rule: str = "ceil", scale_order: str = "plain") -> BlockScaled:
+def quantize(x: AnyArray, to: str = "mxfp4", rule: str = "ceil", scale_order: str = "plain") -> BlockScaled:
     """x [rows, k] as BlockScaled, by a rule of ktmoe.quantization (docs/quantizing.md), as a MoELayer in that mode rounds it.
 
     x: bfloat16, uint16 that holds its bits, float32 (rounded to bfloat16 first) or a torch CPU tensor of bfloat16 or float32;
     k even for mxfp4. The codes and scales are torch tensors if x is one. Raises InputError.
+
+    Examples:
+        >>> quantize(np.ones((1, 32), np.float32), "mxfp8").codes[0, :2]
+        array([120, 120], dtype=uint8)
     """
     order = checked_order(scale_order)
     if not isinstance(to, str) or to not in ELEMENTS:
@@ -54,20 +63,29 @@ def quantize(x, to: str = "mxfp4", rule: str = "ceil", scale_order: str = "plain
     return BlockScaled(give(codes, torch), give(tiled(scales, order), torch), to, scale_order)
 
 
-def dequantize(rows: BlockScaled):
+def dequantize(rows: BlockScaled) -> Any:
     """The numbers that rows stand for, bfloat16 [rows, k]: a code's value times 2^(scale - 127).
 
     What is above bfloat16's range is infinite; a block whose scale is 255 is NaN. Raises InputError.
+
+    Examples:
+        >>> dequantize(quantize(np.full((1, 32), 1.1, np.float32), "mxfp4"))[0, :2]
+        array([1, 1], dtype=bfloat16)
     """
     codes, scales = checked(rows, "rows")
     return give(values(codes, scales, rows.format), arrays.is_torch(rows.codes))
 
 
-def sort_scales(rows: BlockScaled, sorting: Sorting, scale_order: str = "tiled"):
+def sort_scales(rows: BlockScaled, sorting: Sorting, scale_order: str = "tiled") -> Any:
     """The scales of quantised tokens in sorted rows, as GPU kernels of the first stage take them beside the tokens' codes.
 
     rows: of tokens. The scales are [sorted rows, blocks], or in tiles; those of padding, and behind the blocks, are 0. Raises
     InputError.
+
+    Examples:
+        >>> sorting = moe_sorting(ids, weights, layer.num_experts)
+        >>> sort_scales(quantize(x), sorting, "plain").shape[0] == len(sorting.sorted_token_ids)
+        True
     """
     order = checked_order(scale_order)
     _, scales = checked(rows, "rows")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktmoe import arrays
-from ktmoe.arrays import expect_shape
+from ktmoe.arrays import A, expect_shape
 from ktmoe.errors import InputError
 from ktmoe.messages import show
 from ktmoe.two_stage.kinds import as_bytes, give, whole
@@ -40,10 +40,14 @@ def checked_order(scale_order: str) -> ScaleOrder:
     return SCALE_ORDERS[scale_order]
 
 
-def tile_scales(scales, scale_order: str = "tiled"):
+def tile_scales(scales: A, scale_order: str = "tiled") -> A:
     """Plain scales [rows, blocks] in another order, [rows, blocks] rounded up to whole tiles; what is added is 0.
 
     bytes, of numpy or torch; so is what is returned. Raises InputError.
+
+    Examples:
+        >>> tile_scales(np.ones((3, 4), np.uint8)).shape
+        (32, 8)
     """
     order = checked_order(scale_order)
     array = as_bytes(scales, "scales")
@@ -51,10 +55,15 @@ def tile_scales(scales, scale_order: str = "tiled"):
     return give(tiled(array, order), arrays.is_torch(scales))
 
 
-def untile_scales(scales, rows: int, blocks: int, scale_order: str = "tiled"):
+def untile_scales(scales: A, rows: int, blocks: int, scale_order: str = "tiled") -> A:
     """The inverse of tile_scales(): the scales of so many rows and blocks, [rows, blocks].
 
     scales: bytes of whole tiles in any shape; more than are needed are not looked at. Raises InputError if there are too few.
+
+    Examples:
+        >>> scales = np.arange(12, dtype=np.uint8).reshape(3, 4)
+        >>> np.array_equal(untile_scales(tile_scales(scales), 3, 4), scales)
+        True
     """
     order = checked_order(scale_order)
     array = as_bytes(scales, "scales")

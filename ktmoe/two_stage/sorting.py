@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ktmoe import arrays
-from ktmoe.arrays import expect_shape
+from ktmoe.arrays import AnyArray, expect_shape
 from ktmoe.errors import InputError
 from ktmoe.experts import SIZE_LIMIT
 from ktmoe.messages import show
@@ -29,12 +29,17 @@ class Sorting(NamedTuple):
     sorted_weights: float32 [capacity], the router weight of each pair; 0 at padding.
     sorted_expert_ids: int32 [blocks], the expert of each block of `unit` rows, counted without masked experts; -1: unused.
     num_valid_ids: int32 [2]: rows of the blocks that are used, and tokens.
+
+    Examples:
+        >>> sorting = moe_sorting(np.array([[0, 1]], np.int32), np.ones((1, 2), np.float32), num_experts=4, unit=16)
+        >>> sorting.sorted_expert_ids[:3], sorting.num_valid_ids
+        (array([ 0,  1, -1], dtype=int32), array([32,  1], dtype=int32))
     """
 
-    sorted_token_ids: np.ndarray
-    sorted_weights: np.ndarray
-    sorted_expert_ids: np.ndarray
-    num_valid_ids: np.ndarray
+    sorted_token_ids: Any
+    sorted_weights: Any
+    sorted_expert_ids: Any
+    num_valid_ids: Any
 
 
 def capacity(tokens: int, top_k: int, num_experts: int, unit: int) -> int:
@@ -42,11 +47,17 @@ def capacity(tokens: int, top_k: int, num_experts: int, unit: int) -> int:
 
     Each expert that is used has at most unit - 1 rows of padding. A token with more slots than there are experts repeats one;
     then num_experts is what is subtracted.
+
+    Examples:
+        >>> capacity(tokens=1, top_k=2, num_experts=4, unit=16)
+        64
     """
     return tokens * top_k + num_experts * unit - min(top_k, num_experts)
 
 
-def moe_sorting(topk_ids, topk_weights, num_experts: int, unit: int = 32, expert_mask=None) -> Sorting:
+def moe_sorting(
+    topk_ids: AnyArray, topk_weights: AnyArray, num_experts: int, unit: int = 32, expert_mask: AnyArray | None = None
+) -> Sorting:
     """Sort pairs of token and slot by expert, and fill each expert's last block of `unit` rows with padding.
 
     topk_ids: int32 [tokens, top_k], in [0, num_experts); a token may have an expert twice. topk_weights: float32 like it.
@@ -55,6 +66,11 @@ def moe_sorting(topk_ids, topk_weights, num_experts: int, unit: int = 32, expert
     Experts ascend. An expert without pairs has no block. Its pairs are in ascending token, then slot.
     The arrays are torch tensors if topk_ids is one. Raises InputError, which names the argument, and the token and slot of a
     bad id; OutOfMemoryError if the rows do not fit.
+
+    Examples:
+        >>> sorting = moe_sorting(np.array([[2, 0]], np.int32), np.array([[0.25, 0.75]], np.float32), num_experts=4, unit=16)
+        >>> sorting.sorted_weights[[0, 16]]
+        array([0.75, 0.25], dtype=float32)
     """
     ids = integers(topk_ids, "topk_ids")
     expect_shape("topk_ids", ids, (None, None))
@@ -103,7 +119,7 @@ def moe_sorting(topk_ids, topk_weights, num_experts: int, unit: int = 32, expert
     return Sorting(*(give(array, torch) for array in (token_ids, row_weights, block_experts, valid)))
 
 
-def _mask(expert_mask, experts: int) -> np.ndarray:
+def _mask(expert_mask: Any, experts: int) -> np.ndarray:
     if expert_mask is None:
         return np.ones(experts, bool)
     mask = arrays.as_numpy(expert_mask, "expert_mask")

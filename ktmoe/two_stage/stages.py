@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ktmoe import arrays
-from ktmoe.arrays import expect_shape
+from ktmoe.arrays import AnyArray, expect_shape
 from ktmoe.batch import checked_mask
 from ktmoe.errors import ClosedError, InputError, asking
 from ktmoe.layer import MoELayer
@@ -22,7 +24,7 @@ from ktmoe.two_stage.sorting import Sorting
 DTYPES = {"bfloat16": arrays.BF16, "float32": np.dtype(np.float32)}
 
 
-def gemm1(layer: MoELayer, x, sorting: Sorting, scale_order: str = "plain"):
+def gemm1(layer: MoELayer, x: AnyArray | BlockScaled, sorting: Sorting, scale_order: str = "plain") -> Any:
     """h, the activation of gate and up, of each sorted row: [sorted rows, intermediate].
 
     layer: its mode says what x and h are rounded to, its expert_mask which experts sorting's numbers count.
@@ -32,6 +34,11 @@ def gemm1(layer: MoELayer, x, sorting: Sorting, scale_order: str = "plain"):
     if x is. Rows of padding, and those behind the blocks, have zeros. A router weight is part of h where the layer's
     router_weight is "down_input" or "expert_input".
     Raises InputError, ClosedError after layer.close(), UnavailableError if the layer's backend has no stages, OutOfMemoryError.
+
+    Examples:
+        >>> sorting = moe_sorting(ids, weights, layer.num_experts)
+        >>> gemm1(layer, x, sorting).shape == (len(sorting.sorted_token_ids), layer.intermediate)
+        True
     """
     packed, mode, mask = _of(layer)
     order = checked_order(scale_order)
@@ -57,7 +64,9 @@ def gemm1(layer: MoELayer, x, sorting: Sorting, scale_order: str = "plain"):
     return BlockScaled(give(codes, torch), give(tiled(scales, order), torch), mode.h.target, scale_order)
 
 
-def gemm2(layer: MoELayer, h, sorting: Sorting, dtype: str = "bfloat16", out=None):
+def gemm2(
+    layer: MoELayer, h: AnyArray | BlockScaled, sorting: Sorting, dtype: str = "bfloat16", out: AnyArray | None = None
+) -> Any:
     """y [tokens, hidden]: of each token the sum of its rows of h through down, each times its router weight.
 
     h: what gemm1() gives for this layer, or another kernel's: BlockScaled of the mode's format for h, or bfloat16 where the
@@ -66,6 +75,12 @@ def gemm2(layer: MoELayer, h, sorting: Sorting, dtype: str = "bfloat16", out=Non
     dtype; it must not overlap h. y is a torch tensor if h is. A token without rows gets zeros.
     Sums are in ascending expert, then slot, whatever order the rows have. Router weights are not multiplied where they are part
     of h. Raises as gemm1().
+
+    Examples:
+        >>> sorting = moe_sorting(ids, weights, layer.num_experts)
+        >>> y = gemm2(layer, gemm1(layer, x, sorting), sorting, dtype="float32")
+        >>> np.array_equal(y, layer.forward(x, ids, weights))
+        True
     """
     packed, mode, mask = _of(layer)
     pairs = pairs_of(sorting, mask)
@@ -96,7 +111,7 @@ def gemm2(layer: MoELayer, h, sorting: Sorting, dtype: str = "bfloat16", out=Non
     return give(y, torch) if out is None else out
 
 
-def _of(layer: MoELayer):
+def _of(layer: MoELayer) -> Any:
     """The packed weights, the mode and a copy of the mask, which may change meanwhile."""
     if not isinstance(layer, MoELayer):
         raise InputError(f"layer must be a MoELayer, found {type(layer).__name__}")
@@ -113,7 +128,7 @@ def _of(layer: MoELayer):
     return stages, mode_of(layer.activations), checked_mask(layer.spec, layer.expert_mask).copy()
 
 
-def _checked_rows(rows, name: str, columns: int, rule: Rule | None, layer: MoELayer) -> tuple[np.ndarray, np.ndarray]:
+def _checked_rows(rows: Any, name: str, columns: int, rule: Rule | None, layer: MoELayer) -> tuple[np.ndarray, np.ndarray]:
     """Codes and plain scales of rows that must be what the layer's mode makes of x or h."""
     wanted = f"BlockScaled {rule.target!r}" if rule else "bfloat16"
     if not rule or not isinstance(rows, BlockScaled) or rows.format != rule.target:
@@ -134,7 +149,7 @@ def _spread(rows: np.ndarray, pairs: Pairs) -> np.ndarray:
     return spread
 
 
-def _checked_out(out, shape: tuple[int, int], dtype: str, torch: bool, h: np.ndarray) -> np.ndarray:
+def _checked_out(out: Any, shape: tuple[int, int], dtype: str, torch: bool, h: np.ndarray) -> np.ndarray:
     array = arrays.view(out, "out").array
     if array.dtype == np.uint16:
         array = array.view(arrays.BF16)

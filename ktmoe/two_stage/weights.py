@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ktmoe import arrays
@@ -18,13 +20,13 @@ INTERLEAVES = (0, 1, 16)
 
 
 def experts(
-    w1,
-    w1_scale,
-    w2,
-    w2_scale,
+    w1: Any,
+    w1_scale: Any,
+    w2: Any,
+    w2_scale: Any,
     *,
-    w1_bias=None,
-    w2_bias=None,
+    w1_bias: Any = None,
+    w2_bias: Any = None,
     interleave: int = 0,
     activation: GatedActivation = SILU,
     name: str = "experts",
@@ -38,6 +40,12 @@ def experts(
     of up in turn. activation, router_weight: the model's.
     Nothing is copied here; a matrix whose rows stand in turn is, when it is read. Raises InputError and FormatError, which name
     the array.
+
+    Examples:
+        >>> w1, w1_scale = np.zeros((8, 128, 32), np.uint8), np.full((8, 128, 2), 127, np.uint8)
+        >>> w2, w2_scale = np.zeros((8, 64, 32), np.uint8), np.full((8, 64, 2), 127, np.uint8)
+        >>> two_stage.experts(w1, w1_scale, w2, w2_scale, interleave=1)
+        ExpertWeights('experts', 8 experts, hidden=64, intermediate=64, E2M1 with ue8m0 scales per 1x32)
     """
     given = {"w1": w1, "w1_scale": w1_scale, "w2": w2, "w2_scale": w2_scale}
     given = {label: as_bytes(value, f"{name}: {label}") for label, value in given.items()}

@@ -26,7 +26,7 @@ def leaves(what: str, reason: str) -> None:
 class LoadingReport:
     """Collects the layers of a model until its last one is loaded."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._waiting: weakref.WeakSet = weakref.WeakSet()
         self._computed: dict[tuple[str, str], tuple[int, int]] = {}
         self._small = 0

@@ -17,13 +17,17 @@ class GatedActivation:
     one-sided in both. NaN passes through.
 
     alpha: finite, > 0. limit: > 0, or infinity for no clamp. up_offset: finite.
+
+    Examples:
+        >>> ktmoe.GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)  # gpt-oss
+        GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
     """
 
     alpha: float = 1.0
     limit: float = math.inf
     up_offset: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise InputError(f"activation alpha must be finite and above 0, found {self.alpha}")
         if not self.limit > 0:

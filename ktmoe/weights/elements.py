@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -24,13 +25,18 @@ class Element:
     name: for messages. family: a key of FAMILIES.
     values: by code, 2**bits of them; None for a code that is no real number. Empty for NUMBERS.
     Raises FormatError.
+
+    Examples:
+        >>> sixteenths = ktmoe.Element("sixteenths", "q4", tuple(code / 16 for code in range(16)))
+        >>> sixteenths.bits
+        4
     """
 
     name: str
     family: str
     values: tuple[float | None, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise FormatError(f"{self.name}: weight family {self.family!r} is unknown; known are {', '.join(FAMILIES)}")
         counts = [0 if self.family in NUMBERS else 1 << bits for bits in FAMILIES[self.family]]
@@ -78,7 +84,12 @@ class Element:
         return sizes.index(min(sizes))
 
     def numbers(self, codes: np.ndarray) -> np.ndarray:
-        """Codes, one an item, as float64; NaN for those that are no real number."""
+        """Codes, one an item, as float64; NaN for those that are no real number.
+
+        Examples:
+            >>> ktmoe.MXFP4.element.numbers(np.array([1, 7, 15]))
+            array([ 0.5,  6. , -6. ])
+        """
         with np.errstate(invalid="ignore"):  # a signalling NaN is one of these
             if self.family in NUMBERS:
                 return codes.astype(np.float64)
@@ -94,7 +105,7 @@ _INTEGERS = (
 )
 
 
-def _of_dtype(dtype) -> tuple[float | None, ...]:
+def _of_dtype(dtype: Any) -> tuple[float | None, ...]:
     values = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
     return tuple(float(value) if np.isfinite(value) else None for value in values)
 

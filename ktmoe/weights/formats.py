@@ -20,12 +20,17 @@ class ZeroPoint:
     """An integer z for each group of weights: weight = (value - z) * scale, z = (stored + plus) mod 16.
 
     extent: (rows, columns) of the matrix that share one; the rows must be 1.
+
+    Examples:
+        >>> element, scale = ktmoe.uint4(64).element, ktmoe.Scale("fp16", (1, 64))
+        >>> ktmoe.WeightFormat(element, scale, offset=ktmoe.ZeroPoint((1, 64))).description
+        'UINT4 with fp16 scales per 1x64, zero points per 1x64'
     """
 
     extent: tuple[int, int]
     plus: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.extent[0] != 1 or self.extent[1] < 1:
             raise FormatError(f"a zero point's extent must be 1 x at least 1, found {self.extent}")
 
@@ -34,15 +39,30 @@ class ZeroPoint:
         return f"zero points per {self.extent[0]}x{self.extent[1]}"
 
     def shape(self, n: int, k: int) -> tuple[int, int]:
-        """How many zero points a matrix [n, k] has, along n and along k."""
+        """How many zero points a matrix [n, k] has, along n and along k.
+
+        Examples:
+            >>> ktmoe.ZeroPoint((1, 64)).shape(8, 256)
+            (8, 4)
+        """
         return n, -(-k // self.extent[1])
 
     def numbers(self, points: np.ndarray) -> np.ndarray:
-        """z of zero points as they are stored, one an item."""
+        """z of zero points as they are stored, one an item.
+
+        Examples:
+            >>> ktmoe.ZeroPoint((1, 64), plus=1).numbers(np.array([7, 15], np.uint8))
+            array([8, 0], dtype=uint8)
+        """
         return (points + np.uint8(self.plus)) & np.uint8(15)
 
     def stored(self, numbers: np.ndarray) -> np.ndarray:
-        """The inverse of numbers()."""
+        """The inverse of numbers().
+
+        Examples:
+            >>> ktmoe.ZeroPoint((1, 64), plus=1).stored(np.array([8, 0], np.uint8))
+            array([ 7, 15], dtype=uint8)
+        """
         return (numbers - np.uint8(self.plus)) & np.uint8(15)
 
 
@@ -52,6 +72,10 @@ class Minimum:
 
     scale: how m is stored, and which weights share it. super_scale: of groups of minima, which it multiplies.
     added: whether m is added.
+
+    Examples:
+        >>> ktmoe.Minimum(ktmoe.Scale("uint4", (1, 32)), ktmoe.Scale("fp16", (1, 256))).description
+        'minima, uint4 per 1x32 times fp16 per 1x256'
     """
 
     scale: Scale
@@ -67,7 +91,12 @@ class Minimum:
 @dataclass(frozen=True)
 class Factor:
     """One float32 number for a whole matrix, or for each output row: it multiplies, or divides, what the matrix's product has
-    summed up, before the bias."""
+    summed up, before the bias.
+
+    Examples:
+        >>> ktmoe.Factor(per_row=True).description
+        'an fp32 factor per row'
+    """
 
     per_row: bool
     divides: bool = False
@@ -77,6 +106,12 @@ class Factor:
         return f"an fp32 {'divisor' if self.divides else 'factor'} per {'row' if self.per_row else 'matrix'}"
 
     def shape(self, n: int) -> tuple[int]:
+        """Of the array that holds the numbers of a matrix with n rows.
+
+        Examples:
+            >>> ktmoe.Factor(per_row=True).shape(4096), ktmoe.Factor(per_row=False).shape(4096)
+            ((4096,), (1,))
+        """
         return (n if self.per_row else 1,)
 
 
@@ -90,6 +125,11 @@ class WeightFormat:
     element: what codes stand for. scale: of groups of weights. super_scale: of groups of scales, which it multiplies.
     offset: ZeroPoint or Minimum. factor: Factor. order: how codes and numbers of groups stand.
     Raises FormatError for components that do not go together.
+
+    Examples:
+        >>> mxfp4 = ktmoe.WeightFormat(ktmoe.MXFP4.element, ktmoe.Scale("ue8m0", (1, 32)))
+        >>> mxfp4 == ktmoe.MXFP4, mxfp4.description
+        (True, 'E2M1 with ue8m0 scales per 1x32')
     """
 
     element: Element
@@ -99,7 +139,7 @@ class WeightFormat:
     factor: Factor | None = None
     order: SourceOrder = field(default=ROWS)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.element.family in NUMBERS and (self.scale or self.offset):
             raise FormatError(f"{self.element.name} weights have neither scales nor offsets")
         if self.super_scale and not self.scale:
@@ -150,43 +190,91 @@ class WeightFormat:
         return math.lcm(own[0], of_rows[0]), math.lcm(own[1], of_rows[1])
 
     def arrays(self, n: int, k: int) -> Shapes:
-        """dtype and shape of each array of a matrix [n, k], by its name in Matrix."""
+        """dtype and shape of each array of a matrix [n, k], by its name in Matrix.
+
+        Examples:
+            >>> ktmoe.MXFP4.arrays(8, 64)
+            {'codes': (dtype('uint8'), (8, 32)), 'scales': (dtype('uint8'), (8, 2))}
+        """
         arrays = self.order.arrays(self._components, n, k)
         if self.factor:
             arrays["factor"] = np.dtype(np.float32), self.factor.shape(n)
         return arrays
 
     def shape(self, codes_shape: tuple[int, int]) -> tuple[int, int]:
-        """(n, k) of the matrix whose codes have that shape."""
+        """(n, k) of the matrix whose codes have that shape.
+
+        Examples:
+            >>> ktmoe.MXFP4.shape((8, 32))
+            (8, 64)
+        """
         return self.order.shape(self._components, codes_shape)
 
     def empty(self, n: int, k: int) -> dict[str, np.ndarray]:
-        """New arrays for a matrix [n, k], by name."""
+        """New arrays for a matrix [n, k], by name.
+
+        Examples:
+            >>> {name: array.shape for name, array in ktmoe.MXFP4.empty(8, 64).items()}
+            {'codes': (8, 32), 'scales': (8, 2)}
+        """
         return {label: np.empty(shape, dtype) for label, (dtype, shape) in self.arrays(n, k).items()}
 
     def nbytes(self, n: int, k: int) -> int:
-        """Bytes that a checkpoint spends on a matrix [n, k]."""
+        """Bytes that a checkpoint spends on a matrix [n, k].
+
+        Examples:
+            >>> ktmoe.MXFP4.nbytes(8, 64)
+            272
+        """
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.arrays(n, k).values())
 
     def rows(self, stored: Mapping[str, np.ndarray], n: int, k: int) -> dict[str, np.ndarray]:
-        """The arrays of a matrix in the order of rows: scales are [n/rows, k/columns], zero points uint8 [n, groups]."""
+        """The arrays of a matrix in the order of rows: scales are [n/rows, k/columns], zero points uint8 [n, groups].
+
+        Examples:
+            >>> stored = ktmoe.uint4(32, order=ktmoe.weights.order.AWQ).empty(8, 32)
+            >>> ktmoe.uint4(32, order=ktmoe.weights.order.AWQ).rows(stored, 8, 32)["codes"].shape
+            (8, 16)
+        """
         return dict(stored) | self.order.to_rows(self._components, stored, n, k)
 
     def from_rows(self, arrays: Mapping[str, np.ndarray], n: int, k: int) -> dict[str, np.ndarray]:
-        """The inverse of rows(). Raises FormatError for a number that has no bits in this order."""
+        """The inverse of rows(). Raises FormatError for a number that has no bits in this order.
+
+        Examples:
+            >>> awq, rows = ktmoe.uint4(32, order=ktmoe.weights.order.AWQ), ktmoe.uint4(32)
+            >>> zeros = {name: np.zeros_like(array) for name, array in rows.empty(8, 32).items()}
+            >>> awq.from_rows(zeros, 8, 32)["codes"].shape
+            (32, 1)
+        """
         factor = {"factor": arrays["factor"]} if self.factor else {}
         return self.order.from_rows(self._components, arrays, n, k) | factor
 
     def group_rows(self, stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The arrays of rows() that are not codes and not the factor."""
+        """The arrays of rows() that are not codes and not the factor.
+
+        Examples:
+            >>> sorted(ktmoe.uint4(32).group_rows(ktmoe.uint4(32).empty(8, 32)))
+            ['offsets', 'scales']
+        """
         return self.order.group_rows(self._components, stored)
 
     def stored_groups(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Those of from_rows() that are not codes and not the factor."""
+        """Those of from_rows() that are not codes and not the factor.
+
+        Examples:
+            >>> sorted(ktmoe.MXFP4.stored_groups({"scales": np.zeros((8, 1), np.uint8)}))
+            ['scales']
+        """
         return self.order.stored_groups(self._components, arrays)
 
     def shown_groups(self, stored: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Numbers of groups, at least, at the places that messages name."""
+        """Numbers of groups, at least, at the places that messages name.
+
+        Examples:
+            >>> list(ktmoe.MXFP4.shown_groups({"scales": np.zeros((8, 1), np.uint8)}))
+            ['scales']
+        """
         return self.order.shown_groups(self._components, stored)
 
 
@@ -209,29 +297,54 @@ FP8_PER_MATRIX = WeightFormat(E4M3, factor=Factor(per_row=False))
 
 
 def fp8(kind: str = "fp32", block: tuple[int, int] = (128, 128)) -> WeightFormat:
-    """E4M3 with one scale per block of (rows, columns), as DeepSeek-V3 has it."""
+    """E4M3 with one scale per block of (rows, columns), as DeepSeek-V3 has it.
+
+    Examples:
+        >>> ktmoe.fp8("bf16").description
+        'E4M3 with bf16 scales per 128x128'
+    """
     return WeightFormat(E4M3, Scale(kind, block))
 
 
 def nvfp4(divides: bool = False) -> WeightFormat:
-    """E2M1 with one E4M3 scale per 16 along k, and one float32 number per matrix that multiplies, or divides."""
+    """E2M1 with one E4M3 scale per 16 along k, and one float32 number per matrix that multiplies, or divides.
+
+    Examples:
+        >>> ktmoe.nvfp4().description
+        'E2M1 with e4m3 scales per 1x16, an fp32 factor per matrix'
+    """
     return WeightFormat(E2M1, Scale("e4m3", (1, 16)), factor=Factor(per_row=False, divides=divides))
 
 
 def int4(group: int | None = None, kind: str = "bf16", order: SourceOrder = ROWS) -> WeightFormat:
-    """Symmetric INT4: codes that store q + 8, one scale per `group` along k, or a float32 one per output row."""
+    """Symmetric INT4: codes that store q + 8, one scale per `group` along k, or a float32 one per output row.
+
+    Examples:
+        >>> ktmoe.int4(32).description, ktmoe.int4().description
+        ('INT4 with bf16 scales per 1x32', 'INT4 with an fp32 factor per row')
+    """
     if group is None:
         return WeightFormat(INT4, factor=Factor(per_row=True), order=order)
     return WeightFormat(INT4, Scale(kind, (1, group)), order=order)
 
 
 def uint4(group: int, kind: str = "fp16", order: SourceOrder = ROWS, plus: int = 0) -> WeightFormat:
-    """Asymmetric INT4: one scale and one zero point per `group` along k; GPTQ's and AWQ's in their orders."""
+    """Asymmetric INT4: one scale and one zero point per `group` along k; GPTQ's and AWQ's in their orders.
+
+    Examples:
+        >>> ktmoe.uint4(128).description
+        'UINT4 with fp16 scales per 1x128, zero points per 1x128'
+    """
     return WeightFormat(UINT4, Scale(kind, (1, group)), offset=ZeroPoint((1, group), plus), order=order)
 
 
 def int8(group: int | None = None, kind: str = "bf16", element: Element = INT8, rows: int = 1) -> WeightFormat:
-    """Symmetric INT8: one scale per (rows, group along k), or a float32 one per output row."""
+    """Symmetric INT8: one scale per (rows, group along k), or a float32 one per output row.
+
+    Examples:
+        >>> ktmoe.int8().description
+        'INT8 with an fp32 factor per row'
+    """
     if group is None:
         return WeightFormat(element, factor=Factor(per_row=True))
     return WeightFormat(element, Scale(kind, (rows, group)))

@@ -46,7 +46,7 @@ class GridRecords(RecordOrder):
     code_bits = 4
     packed = "grid"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.sign_bits not in _SIGNS:
             known = ", ".join(map(str, _SIGNS))
             raise FormatError(f"records {self.name!r}: sign bits of eight weights must be of {known}, found {self.sign_bits}")
@@ -110,7 +110,7 @@ class TernaryRecords(RecordOrder):
     code_bits = 4
     packed = "ternary"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         found = sum(count * digits for _, count, digits in self.runs)
         if found != self.weights or not all(1 <= digits <= 5 for _, _, digits in self.runs):
             raise FormatError(f"records {self.name!r}: runs of at most 5 digits a byte must have 256 digits, found {found}")

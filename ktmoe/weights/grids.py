@@ -35,7 +35,7 @@ class Grid:
     index_bits: int
     text: str = field(repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.weights not in _SHIFTS or not 1 < self.magnitudes <= 32 // self.weights:
             raise FormatError(
                 f"grid {self.name!r}: an entry must have 8 codes below 4, or 4 codes below 8, "

@@ -105,6 +105,10 @@ class Order(SourceOrder):
     nibbles: nibble i of a dword, from its lowest bits up, is code nibbles[i] of its eight.
     4-bit rows: uint8 [n, k/2]. Along k, transposed: int32 [k/8, n]. Along n, transposed: int32 [k, n/8].
     Codes of 8 and 16 bits are an item each: [n, k], or, along n and transposed, [k, n]. They have no other order.
+
+    Examples:
+        >>> ktmoe.uint4(128, order=ktmoe.weights.order.AWQ).arrays(256, 128)["codes"]
+        (dtype('int32'), (128, 32))
     """
 
     name: str
@@ -134,7 +138,7 @@ class Order(SourceOrder):
         return (math.lcm(rows, 8), columns) if components.points and self.transposed else (rows, columns)
 
     def arrays(self, components: Components, n: int, k: int) -> Shapes:
-        arrays = {"codes": (self._codes_dtype(components.element), self._codes_shape(components.element, n, k))}
+        arrays: Shapes = {"codes": (self._codes_dtype(components.element), self._codes_shape(components.element, n, k))}
         for label, scale in components.scales.items():
             rows, columns = scale.shape(n, k)
             arrays[label] = scale.dtype, (columns, rows) if self.transposed else (rows, columns)

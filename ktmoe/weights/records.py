@@ -282,7 +282,7 @@ class Records(RecordOrder):
     offsets: Field | None = None
     super_offsets: Field | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.code_bits not in (4, 8):
             raise FormatError(f"records {self.name!r}: codes must have 4 or 8 bits, found {self.code_bits}")
         for plane in self.planes:

@@ -104,12 +104,16 @@ class Scale:
 
     kind: how one stored scale reads, a key of SCALE_KINDS.
     extent: (rows, columns) of the matrix that share one scale.
+
+    Examples:
+        >>> ktmoe.WeightFormat(ktmoe.MXFP4.element, ktmoe.Scale("fp32", (1, 64))).description
+        'E2M1 with fp32 scales per 1x64'
     """
 
     kind: str
     extent: tuple[int, int]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in SCALE_KINDS:
             raise FormatError(f"scale kind {self.kind!r} is unknown; known are {', '.join(SCALE_KINDS)}")
         if min(self.extent) < 1:
@@ -126,19 +130,39 @@ class Scale:
         return f"{self.kind} scales per {self.extent[0]}x{self.extent[1]}"
 
     def shape(self, n: int, k: int) -> tuple[int, int]:
-        """How many scales a matrix [n, k] has, along n and along k."""
+        """How many scales a matrix [n, k] has, along n and along k.
+
+        Examples:
+            >>> ktmoe.Scale("fp32", (128, 128)).shape(256, 200)
+            (2, 2)
+        """
         rows, columns = self.extent
         return -(-n // rows), -(-k // columns)
 
     def numbers(self, stored: np.ndarray) -> np.ndarray:
-        """Stored scales as float64; NaN or infinite where one is no real number."""
+        """Stored scales as float64; NaN or infinite where one is no real number.
+
+        Examples:
+            >>> ktmoe.MXFP4.scale.numbers(np.array([127, 130], np.uint8))
+            array([1., 8.])
+        """
         with np.errstate(invalid="ignore"):  # a signalling NaN is one of these
             return SCALE_KINDS[self.kind].numbers(stored)
 
     def stored(self, numbers: np.ndarray) -> np.ndarray:
-        """The inverse of numbers(), for numbers that came from it."""
+        """The inverse of numbers(), for numbers that came from it.
+
+        Examples:
+            >>> ktmoe.MXFP4.scale.stored(np.array([1.0, 8.0]))
+            array([127, 130], dtype=uint8)
+        """
         return SCALE_KINDS[self.kind].of_numbers(numbers)
 
     def spread(self, stored: np.ndarray, n: int, k: int) -> np.ndarray:
-        """Stored scales of a matrix [n, k] as float64 [n, k]: each weight's own."""
+        """Stored scales of a matrix [n, k] as float64 [n, k]: each weight's own.
+
+        Examples:
+            >>> ktmoe.Scale("fp32", (1, 2)).spread(np.array([[1, 3]], np.float32), 1, 4)
+            array([[1., 1., 3., 3.]])
+        """
         return np.repeat(np.repeat(self.numbers(stored), self.extent[0], axis=0)[:n], self.extent[1], axis=1)[:, :k]

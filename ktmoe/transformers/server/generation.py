@@ -25,7 +25,7 @@ class PendingAnswer:
     made: set, in the server's loop, when the model has made it. failed: the error that ended a stream.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.begun = False
         self.made = asyncio.Event()
