@@ -45,7 +45,11 @@ class RoundedLayer:
 
 
 def rounding_cost(
-    path: str | PathLike, original: str | PathLike, backend: str = "auto", *, progress: Callable[[float, float], object]
+    path: str | PathLike[str],
+    original: str | PathLike[str],
+    backend: str = "auto",
+    *,
+    progress: Callable[[float, float], object],
 ) -> list[RoundedLayer]:
     """Compare each layer of a checkpoint with that of the original.
 
@@ -117,7 +121,7 @@ def _matrices(ours: ExpertWeights, theirs: ExpertWeights) -> Iterator[tuple[np.n
     """The matrices of EXPERTS experts, float64, evenly taken from all."""
     for expert in np.unique(np.linspace(0, ours.num_experts - 1, EXPERTS).astype(int)):
         for projection in PROJECTIONS:
-            yield tuple(dequantize(experts.matrix(int(expert), projection)) for experts in (ours, theirs))
+            yield dequantize(ours.matrix(int(expert), projection)), dequantize(theirs.matrix(int(expert), projection))
 
 
 def _formats(experts: ExpertWeights) -> str:
