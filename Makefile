@@ -140,7 +140,7 @@ endif
 CHECK = $(if $(filter environment command,$(firstword $(origin CC))),CC='$(CC)') sh tools/check_machine.sh '$(PYTHON)' venv
 $(STAMPS)/venv:
 	$(eval LACKS := $(shell $(CHECK)))$(if $(LACKS),$(error $(LACKS)))
-	@echo 'ktmoe: making $(VENV) with $(PYTHON)'
+	@echo 'ktmoe: making $(VENV) with $(PYTHON), and then building: about 3 minutes on 2 cores, once'
 	@$(PYTHON) -m venv --clear $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
