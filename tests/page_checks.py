@@ -1,0 +1,43 @@
+"""What blocks of pages must have computed: functions that get the names after each Python block, in the page's process."""
+
+from __future__ import annotations
+
+import numpy as np
+from helpers import BF16, same_bits
+
+import ktmoe
+
+
+def linear(after: list[dict]) -> None:
+    """docs/linear.md: each block has the numbers of the checkpoint, read by hand."""
+    from ktmoe.loaders.checkpoint import Checkpoint
+
+    first, group, own, head, *modules = after
+    with Checkpoint("model") as checkpoint:
+        arrays = {name: checkpoint.read(name).view(BF16).reshape(checkpoint.info(name).shape) for name in checkpoint.names()}
+    x, q = first["x"], first["y"]
+    with ktmoe.Linear(ktmoe.Matrix("q", ktmoe.BF16, (70, 64), arrays["model.layers.0.self_attn.q_proj.weight"])) as one:
+        assert same_bits(one.forward(x), q)
+    assert same_bits(group["q"], q)
+    assert [group[name].shape for name in "kv"] == [(2, 32)] * 2
+    for i, wanted in enumerate((x, 2 * x)):
+        rows = np.ascontiguousarray(arrays["layers.0.attn.wo_a.weight"][40 * i : 40 * (i + 1)])
+        with ktmoe.Linear(ktmoe.Matrix("rows", ktmoe.BF16, (40, 64), rows)) as one:
+            assert same_bits(np.ascontiguousarray(own["y"][:, i]), one.forward(wanted))
+    assert same_bits(head["rows"], arrays["model.embed_tokens.weight"][[3, 1, 3]])
+    assert head["logits"].shape == (2, 100)
+    for names in modules:  # where torch is
+        ones = np.ones((2, 64), BF16)
+        for name in "qkv":
+            found = names[name].view(names["torch"].int16).numpy().view(BF16)
+            assert same_bits(found, names[f"{name}_proj"].linear.forward(ones))
+
+
+def two_stage(after: list[dict]) -> None:
+    """docs/two-stage.md: y is that of the layer, and the difference of equal numbers is 0."""
+    names = after[-1]
+    with names["layer"] as layer:
+        assert layer.activations == "mxfp4"
+        assert same_bits(names["y"], layer.forward(names["x"], names["topk_ids"], names["topk_weights"]))
+    assert names["difference"](names["y"], names["y"]) == 0
+    assert names["difference"](names["y"], -names["y"]) == 2

@@ -1,0 +1,35 @@
+"""The documentation: each fence says what it is, and each block that needs no other package runs as a reader would run it."""
+
+from __future__ import annotations
+
+import page_runs
+import pages
+import pytest
+from environments import NEEDS_COMPILER, ROOT
+
+#: At most so many blocks of all pages are not run.
+NOT_RUN = 20
+#: What is not documentation: a record of what changed, or text that others wrote.
+CORE_PAGES = [page for page in pages.pages() if pages.CORE in pages.environments_of(pages.blocks(page))]
+
+
+@pytest.fixture(scope="session")
+def core():
+    """The environment of most pages. It is kept beside what the build keeps."""
+    return page_runs.core(ROOT / "build" / "pages")
+
+
+@pytest.mark.parametrize("page", pages.pages())
+def test_fences(page):
+    assert [fault for block in pages.blocks(page) for fault in pages.faults(block)] == []
+
+
+def test_few_blocks_are_left_out():
+    marked = [f"{block}: {block.reason}" for page in pages.pages() for block in pages.blocks(page) if block.reason]
+    assert len(marked) <= NOT_RUN, marked
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("page", CORE_PAGES)
+def test_a_page_runs(page, core, tmp_path):
+    assert page_runs.run(page, core, tmp_path)
