@@ -8,6 +8,29 @@ from helpers import BF16, same_bits
 import ktmoe
 
 
+def readme(after: list[dict]) -> None:
+    """README: the first layer's outputs are numbers, in x's shape."""
+    names = next(names for names in after if "y" in names)
+    assert names["y"].shape == names["x"].shape
+    assert np.isfinite(names["y"].astype(np.float32)).all()
+
+
+def fine_tuning(after: list[dict]) -> None:
+    """docs/fine-tuning.md: what was trained is not zero, what is trained is the adapters, and all gradients are there."""
+    first, with_peft, of_a_layer, without_torch = after
+    adapters = first["adapters"]
+    layers = list(adapters)
+    assert layers == list(range(len(layers))) != []
+    assert all(array.any() for lora in adapters.values() for pair in lora.pairs.values() for array in pair)
+    trained = [name for name, parameter in with_peft["model"].named_parameters() if parameter.requires_grad]
+    assert len(trained) == len(layers) * (2 * 2 + 3 * 2)  # of q_proj and v_proj, and of gate, up and down
+    names = of_a_layer
+    names["y"].sum().backward()
+    given = names["hidden_states"], names["top_k_weights"], *names["experts"].parameters()
+    assert all(tensor.grad is not None for tensor in given)
+    assert set(without_torch["gradients"].lora) == {"gate", "up", "down"}
+
+
 def linear(after: list[dict]) -> None:
     """docs/linear.md: each block has the numbers of the checkpoint, read by hand."""
     from ktmoe.loaders.checkpoint import Checkpoint

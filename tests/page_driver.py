@@ -25,8 +25,8 @@ from pathlib import Path
 
 #: A command that serves until it is ended.
 SERVER = re.compile(r"\b(ktmoe serve|vllm serve|-m ktmoe\.vllm)\b(?!.*--help)")
-#: Seconds that a shell block may take, a server to answer, and to end.
-BLOCK, START, END = 240, 240, 60
+#: Seconds that a page may take, a shell block of it, a server to answer, and to end.
+PAGE, BLOCK, START, END = 540, 240, 240, 60
 
 
 class BlockError(Exception):
@@ -119,10 +119,16 @@ def python(text: str, page: str, line: int, names: dict) -> None:
     exec(compile("\n" * (line - 1) + text, page, "exec"), names)
 
 
+def too_long(*_) -> None:
+    raise BlockError(f"the page takes more than {PAGE} seconds")
+
+
 def run(page: str, steps: list, before: str, check: str) -> dict:
     names: dict = {"__name__": "__main__"}
     after, ran, at = [], [], "before the page"
     servers = Servers()
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(PAGE)
     try:
         exec(before, names)
         for language, line, text in steps:

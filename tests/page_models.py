@@ -93,7 +93,12 @@ OF_PAGES: dict[str, dict[str, Writer]] = {
     "docs/adapters.md": {"ADAPTER": nothing},  # the page writes it
 }
 #: What else is compared when a page has run: "module:function" of tests/, called with the names after each Python block.
-CHECKS: dict[str, str] = {"docs/linear.md": "page_checks:linear", "docs/two-stage.md": "page_checks:two_stage"}
+CHECKS: dict[str, str] = {
+    "README.md": "page_checks:readme",
+    "docs/fine-tuning.md": "page_checks:fine_tuning",
+    "docs/linear.md": "page_checks:linear",
+    "docs/two-stage.md": "page_checks:two_stage",
+}
 
 
 def words(blocks: Iterable[Block], before: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Runs a page of documentation in an environment: a fresh folder, an empty home, no network, and programs of that environment."""
+"""Runs a page of documentation in an environment: a fresh folder, an empty home, no network, that environment's programs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import distribution
@@ -21,14 +22,14 @@ import page_models
 import page_programs
 import pages
 import pytest
-from page_driver import SERVER
+from page_driver import PAGE, SERVER
 from page_programs import ROOT
 
 TESTS = ROOT / "tests"
 #: The network of a page: no other machine, and the address that pages of several machines have for this one.
 NETWORK = "ip link set lo up; ip link add eth0 type dummy && ip addr add 192.168.0.1/24 dev eth0 && ip link set eth0 up; "
-#: Seconds that a page may take.
-PATIENCE = 570
+#: Seconds that a page's process may take to end after its own time.
+PATIENCE = PAGE + 120
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ def run(page: str, place: Place, folder: Path, text: str | None = None) -> list[
     """
     steps = [block for block in pages.runnable(pages.blocks(page, text)) if block.needs in (pages.CORE, place.name)]
     serves = any(block.language == "sh" and SERVER.search(block.text) for block in steps)
-    home, here, temporary, site = (folder / name for name in ("home", "page", "temporary", "site"))
-    for each in (home, here, temporary, site):
+    home, here, site = (folder / name for name in ("home", "page", "site"))
+    for each in (home, here, site):
         each.mkdir()
     before = page_given.given(page, place.name)
     page_programs.clone(here)
@@ -74,17 +75,17 @@ def run(page: str, place: Place, folder: Path, text: str | None = None) -> list[
         **place.variables,
         "PATH": f"{programs(folder / 'bin', place)}:/usr/bin:/bin:/usr/sbin:/sbin",
         "HOME": str(home),
-        "TMPDIR": str(temporary),
         "LANG": "C.UTF-8",
         "NO_COLOR": "1",
         "PYTHONPATH": os.pathsep.join(paths),
         "PAGE_SITE": str(site),
         "PAGE_BUILDER": sys.executable,
     }
-    command = [place.python, TESTS / "page_driver.py", folder / "steps", folder / "result"]
-    done = subprocess.run(
-        [*alone(serves), *command], cwd=here, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    command = [*alone(serves), place.python, TESTS / "page_driver.py", folder / "steps", folder / "result"]
+    with tempfile.TemporaryDirectory() as temporary:  # its path is short, since a socket's path is
+        environment["TMPDIR"] = temporary
+        options = {"cwd": here, "env": environment, "capture_output": True, "text": True, "timeout": PATIENCE, "check": False}
+        done = subprocess.run(command, **options)
     assert (folder / "result").exists(), f"{page}: its process ended with {done.returncode}\n{done.stderr[-4000:]}"
     found = json.loads((folder / "result").read_text())
     assert not found["failed"], found["failed"]

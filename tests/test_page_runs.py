@@ -120,24 +120,27 @@ def test_a_right_page_runs(core, tmp_path):
     assert page_runs.run("PAGE.md", core, tmp_path, PAGE) == [block.line for block in pages.runnable(found(PAGE))]
 
 
+#: (what stands in PAGE, what it becomes, what is said of that). The first few are of one kind each.
+FAULTS = [
+    ("--no-measure", "--no-mesure", "--no-mesure"),
+    ("layer.hidden", "layer.hiden", "hiden"),
+    ("make test", "make tests", "no such target"),
+    ("inspect DeepSeek-V4-Flash", "inspect DeepSeek-V4", "DeepSeek-V4: expected a folder"),
+    ("ktmoe inspect", "ktmoe inspekt", "inspekt"),
+    ("layer=3", "layer=4", "layer 4"),
+    ("layer=3", "layers=3", "layers"),
+    ("layer.hidden", "lair.hidden", "lair"),
+    ("[cli]", "[client]", "client"),
+    ("install '.", "instal '.", "instal"),
+    ("ARGS=", "ARG=", "no such variable"),
+    ('-c "import ktmoe"', '-c "import ktmoe.transformers"', "torch, which is not installed"),
+    ("<!-- not run: needs a GPU -->\n", "", "'to'"),
+]
+
+
 @NEEDS_COMPILER
 @pytest.mark.parametrize(
-    ("right", "wrong", "said"),
-    [
-        ("--no-measure", "--no-mesure", "--no-mesure"),
-        ("inspect DeepSeek-V4-Flash", "inspect DeepSeek-V4", "DeepSeek-V4: expected a folder"),
-        ("ktmoe inspect", "ktmoe inspekt", "inspekt"),
-        ("layer=3", "layer=4", "layer 4"),
-        ("layer=3", "layers=3", "layers"),
-        ("layer.hidden", "layer.hiden", "hiden"),
-        ("layer.hidden", "lair.hidden", "lair"),
-        ("[cli]", "[client]", "client"),
-        ("install '.", "instal '.", "instal"),
-        ("make test", "make tests", "no such target"),
-        ("ARGS=", "ARG=", "no such variable"),
-        ('-c "import ktmoe"', '-c "import ktmoe.transformers"', "torch, which is not installed"),
-        ("<!-- not run: needs a GPU -->\n", "", "'to'"),
-    ],
+    ("right", "wrong", "said"), [*FAULTS[:3], *(pytest.param(*fault, marks=pytest.mark.exhaustive) for fault in FAULTS[3:])]
 )
 def test_a_planted_fault_is_found(core, tmp_path, right, wrong, said):
     """Each fails at the block that has it."""

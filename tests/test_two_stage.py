@@ -1,13 +1,10 @@
 """gemm1() and gemm2(): the bits of MoELayer.forward(), whatever kind the arrays are and whatever padding holds."""
 
-import re
-
 import ml_dtypes
 import numpy as np
 import pytest
-from environments import ROOT
 from helpers import BF16, DEEPSEEK, FORMATS, GPT_OSS, random_batch, random_experts, same_bits
-from two_stage_pipeline import Experts, batch, decoded, restored, rounded, to_bytes
+from two_stage_pipeline import Experts, decoded, restored, rounded, to_bytes
 
 import ktmoe
 from ktmoe import SILU, MoELayer, backends, two_stage
@@ -245,19 +242,3 @@ def test_the_ends_of_the_range():
     assert numbers[2, 0] == 448 * 2.0**-127
     assert np.isnan(numbers[2, 1])
     assert dequantize(BlockScaled(np.full((1, 16), 1, np.uint8), np.zeros((1, 1), np.uint8), "mxfp4"))[0, 0] == 2.0**-128
-
-
-def test_the_page():
-    """The example of docs/two-stage.md, on its own: y is that of the layer, and the difference of equal numbers is 0."""
-    raw = Experts.random(np.random.default_rng(4), 64, 32, 8)
-    x, topk_ids, topk_weights = batch(np.random.default_rng(4), 5, 64, 8, 2)
-    names = dict(zip(("w1", "w1_scale", "w2", "w2_scale"), raw.arrays, strict=True))
-    names |= {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
-    first, second, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "two-stage.md").read_text(), re.DOTALL)
-    assert not others
-    exec(first + second, names)
-    with names["layer"] as layer:
-        assert layer.activations == "mxfp4"
-        assert same_bits(names["y"], layer.forward(x, topk_ids, topk_weights))
-    assert names["difference"](names["y"], names["y"]) == 0
-    assert names["difference"](names["y"], -names["y"]) == 2

@@ -26,7 +26,7 @@ def deepseek_v4(path: Path) -> None:
 
 def gpt_oss(path: Path) -> None:
     """gpt-oss in MXFP4 with a tokenizer."""
-    quantized_checkpoints.write("gpt-oss MXFP4", path, vocab_size=VOCABULARY, max_position_embeddings=1024)
+    quantized_checkpoints.write("gpt-oss MXFP4", path, num_hidden_layers=4, vocab_size=VOCABULARY, max_position_embeddings=1024)
     tokenizer(path)
 
 

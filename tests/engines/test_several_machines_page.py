@@ -41,7 +41,7 @@ def run(command: list, folder: Path, **variables: str) -> str:
 
 def test_transformers(folder, tmp_path):
     (tmp_path / "text.py").write_text(block("transformers", "python"))
-    export, torchrun = block("transformers", "").splitlines()
+    export, torchrun = block("transformers", "sh").splitlines()
     assert export.startswith("export GLOO_SOCKET_IFNAME=eth0 ")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -61,6 +61,6 @@ def test_transformers(folder, tmp_path):
 
 def test_numpy(folder, tmp_path):
     (tmp_path / "layer.py").write_text(block("numpy", "python"))
-    command = block("numpy", "").splitlines()[0].replace("DIR", str(folder))
+    command = block("numpy", "sh").splitlines()[0].replace("DIR", str(folder))
     said = run(command.split(), tmp_path)  # mpiexec may mix lines
     assert sorted(re.findall(r"rank \d of 2: y \(3, \d+\), \d+ bytes of experts", said))[1].startswith("rank 1 of 2")

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import engine_models
-import numpy as np
 import peft
 import pytest
 import torch
 import transformers
 from engine_models import experts, prompts
-from environments import ROOT
 from serving import eager, eager_float32, packed, switched
 from training_runs import RANK, STEPS, by_ktmoe, by_pytorch, loaded, texts, train
 
 import ktmoe.transformers as served
-from ktmoe import synthetic
 from ktmoe.errors import InputError, UnavailableError
 from ktmoe.torch import DenseLinear, MoEExperts, add_lora, loras
 
@@ -249,26 +244,3 @@ def test_a_mode_that_rounds_has_no_gradients(checkpoint):
     x, ids, weights = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)
     with pytest.raises(InputError, match="training needs activations='bf16', found 'mxfp4'"):
         module(x, ids, weights.requires_grad_())
-
-
-def test_the_page(tmp_path):
-    """docs/fine-tuning.md's own code, on a tiny model. Its loss falls, and what it gives can be put into another model."""
-    folder = tmp_path / "model"
-    synthetic.write_chat_model(folder)
-    page = (ROOT / "docs" / "fine-tuning.md").read_text().replace("openai/gpt-oss-20b", str(folder)).replace("DIR", str(folder))
-    first, of_peft, of_a_layer, without_torch = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    names = {"peft": peft}
-    exec(first, names)
-    assert list(names["adapters"]) == [0, 1]
-    assert all(array.any() for lora in names["adapters"].values() for pair in lora.pairs.values() for array in pair)
-    names["model"] = served.load(folder, activations="bf16")
-    exec(of_peft, names)
-    assert len([name for name, p in names["model"].named_parameters() if p.requires_grad]) == 2 * (2 * 2 + 3 * 2)
-    x = torch.randn(5, 128, requires_grad=True)
-    ids, weights = torch.tensor([[0, 1]] * 5), torch.full((5, 2), 0.5, requires_grad=True)
-    names |= {"hidden_states": x, "top_k_index": ids, "top_k_weights": weights}
-    exec(of_a_layer.replace("layer=3", "layer=1"), names)
-    names["y"].sum().backward()
-    assert all(tensor.grad is not None for tensor in (x, weights, *names["experts"].parameters()))
-    names |= {"x": x.detach().numpy(), "expert_ids": ids.numpy(), "expert_weights": weights.detach().numpy()}
-    exec(without_torch, names | {"grad_y": np.ones((5, 128), np.float32)})
