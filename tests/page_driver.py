@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 #: A command that serves until it is ended.
-SERVER = re.compile(r"\b(ktmoe serve|vllm serve|-m ktmoe\.vllm)\b(?!.*--help)")
+SERVER = re.compile(r"(\bktmoe serve|\bvllm serve|-m ktmoe\.vllm)\b(?!.*--help)")
 #: Seconds that a page may take, a shell block of it, a server to answer, and to end.
 PAGE, BLOCK, START, END = 540, 240, 240, 60
 

@@ -11,19 +11,27 @@ _BATCH = """
 import ml_dtypes as _ml_dtypes, numpy as _np, ktmoe as _ktmoe
 from ktmoe import synthetic as _synthetic
 x = _np.random.default_rng(1).standard_normal((5, 128)).astype(_ml_dtypes.bfloat16)
-ids = expert_ids = _np.array([[0, 1], [2, 3], [4, 5], [6, 7], [0, 7]])
-weights = expert_weights = _np.full((5, 2), 0.5, _np.float32)
+_ids = _np.array([[0, 1], [2, 3], [4, 5], [6, 7], [0, 7]])
+_weights = _np.full((5, 2), 0.5, _np.float32)
+"""
+_IDS = """
+ids, weights = _ids, _weights
+"""
+_EXPERT_IDS = """
+expert_ids, expert_weights = _ids, _weights
+"""
+_EXPERTS = """
 experts = _synthetic.qwen3_experts(num_experts=8, hidden=128, intermediate=64)
 """
-_LAYER = """
-layer = _ktmoe.MoELayer(experts, activations="bf16")
+_GRAD_Y = """
+grad_y = _np.ones((5, 128), _np.float32)
 """
 _TRAINED = """
 from ktmoe.training import Lora as _Lora, Training as _Training
+layer = _ktmoe.MoELayer(experts, activations="bf16")
 lora = _Lora.initial(layer.spec, rank=4, alpha=8)
-grad_y = _np.ones((5, 128), _np.float32)
 x = x.astype("float32")
-gradients = _Training(layer).backward(_Training(layer).forward(x, ids, weights, lora)[1], grad_y, lora)
+gradients = _Training(layer).backward(_Training(layer).forward(x, _ids, _weights, lora)[1], grad_y, lora)
 """
 _TORCH = """
 import torch as _torch
@@ -52,17 +60,17 @@ _SHARED = """
 shared = _synthetic.qwen3_experts(num_experts=2, hidden=128, intermediate=64, seed=5)
 gates = _np.full((5, 2), 0.5, _np.float32)
 """
-_DIR = """
+_FOLDERS = """
 DIR, OUT = "DIR", "OUT"
 """
 #: Page -> environment -> code. Other environments also run that of the core.
 GIVEN: dict[str, dict[str, str]] = {
     "docs/adapters.md": {CORE: _LORAS, ENGINES: _ATTENTION},
-    "docs/fine-tuning.md": {CORE: _BATCH + "grad_y = _np.ones((5, 128), _np.float32)\n", ENGINES: _TORCH},
-    "docs/formats.md": {CORE: "import ktmoe\n" + _BATCH + _SHARED},
-    "docs/low-precision.md": {CORE: _DIR + _BATCH},
-    "docs/numerics.md": {CORE: _BATCH + _LAYER + _TRAINED},
-    "docs/packed-caches.md": {CORE: _DIR},
+    "docs/fine-tuning.md": {CORE: _BATCH + _EXPERT_IDS + _GRAD_Y, ENGINES: _TORCH},
+    "docs/formats.md": {CORE: "import ktmoe\n" + _BATCH + _IDS + _EXPERTS + _SHARED},
+    "docs/low-precision.md": {CORE: 'DIR = "DIR"\n' + _BATCH + _IDS + _EXPERTS},
+    "docs/numerics.md": {CORE: _BATCH + _EXPERT_IDS + _EXPERTS + _GRAD_Y + _TRAINED},
+    "docs/packed-caches.md": {CORE: _FOLDERS},
     "docs/two-stage.md": {CORE: _TWO_STAGE},
 }
 

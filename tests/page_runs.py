@@ -128,11 +128,12 @@ esac
     return folder
 
 
-def core(folder: Path) -> Place:
+def core() -> Place:
     """An environment that holds the wheel of this tree, its dependencies and those of the extra cli, and nothing else.
 
-    It is made in this folder, and made again if the tree has changed.
+    It is kept beside what the build keeps, and made again if the tree has changed.
     """
+    folder = ROOT / "build" / "pages" / str(sysconfig.get_config_var("SOABI"))  # of one Python
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:  # pytest-xdist has several processes
         fcntl.flock(lock, fcntl.LOCK_EX)

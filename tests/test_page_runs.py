@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
 
 import page_given
 import page_models
-import page_programs
 import page_runs
 import pages
 import pytest
-from environments import NEEDS_COMPILER, ROOT
+from environments import NEEDS_COMPILER
 
 PAGE = """
 # A page
@@ -52,7 +52,7 @@ python -c "import ktmoe"
 
 @pytest.fixture(scope="session")
 def core():
-    return page_runs.core(ROOT / "build" / "pages")
+    return page_runs.core()
 
 
 def found(text: str) -> list[pages.Block]:
@@ -215,8 +215,20 @@ def test_servers(tmp_path, changes, said):
         page_runs.run("PAGE.md", place, tmp_path / "run", SERVING)
 
 
-def test_each_given_page_is_a_page():
-    """Else what belongs to a page that was renamed would stay."""
-    of_pages = {*page_given.GIVEN, *page_models.OF_PAGES, *page_models.CHECKS}
-    assert of_pages <= set(pages.pages())
-    assert page_programs.ROOT == ROOT
+def test_what_belongs_to_a_page_belongs_to_one_that_is_there():
+    assert {*page_given.GIVEN, *page_models.OF_PAGES, *page_models.CHECKS} <= set(pages.pages())
+
+
+@pytest.mark.parametrize("page", page_given.GIVEN)
+def test_what_is_given_is_needed(page):
+    """By a block that uses it before the page makes it. A page that makes its names itself needs nothing."""
+    needed, made = set(), set()
+    for block in pages.runnable(pages.blocks(page)):
+        if block.language == "python":
+            names = [node for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.Name)]
+            needed |= {node.id for node in names if isinstance(node.ctx, ast.Load)} - made
+            made |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    for code in page_given.GIVEN[page].values():
+        names = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)]
+        given = {node.id for node in names if isinstance(node.ctx, ast.Store) and not node.id.startswith("_")}
+        assert given - needed == set()

@@ -5,18 +5,17 @@ from __future__ import annotations
 import page_runs
 import pages
 import pytest
-from environments import NEEDS_COMPILER, ROOT
+from environments import NEEDS_COMPILER
 
 #: At most so many blocks of all pages are not run.
 NOT_RUN = 20
-#: What is not documentation: a record of what changed, or text that others wrote.
 CORE_PAGES = [page for page in pages.pages() if pages.CORE in pages.environments_of(pages.blocks(page))]
 
 
 @pytest.fixture(scope="session")
 def core():
-    """The environment of most pages. It is kept beside what the build keeps."""
-    return page_runs.core(ROOT / "build" / "pages")
+    """The environment of most pages."""
+    return page_runs.core()
 
 
 @pytest.mark.parametrize("page", pages.pages())
