@@ -57,7 +57,11 @@ def pip(arguments: list[str]) -> None:
             continue
         name, extras, version = re.fullmatch(r"([^\[=<>~!]+)(?:\[(.*)\])?(.*)", word).groups()
         local = Path(name)
-        is_ktmoe = name == "ktmoe" or (local.is_dir() and project(local)["name"] == "ktmoe")
+        is_ktmoe = (
+            name == "ktmoe"
+            or (local.name.startswith("ktmoe-") and local.suffix == ".whl")
+            or (local.is_dir() and project(local)["name"] == "ktmoe")
+        )
         if (
             unknown := set((extras or "").replace(" ", "").split(","))
             - {""}
@@ -97,9 +101,9 @@ def install(folder: Path) -> None:
 
 
 def uv(arguments: list[str]) -> None:
-    if arguments[:1] != ["pip"]:
-        raise SystemExit(f"uv: expected pip, found {arguments[:1]}")
-    pip(arguments[1:])
+    if arguments[:1] not in (["pip"], ["venv"]):
+        raise SystemExit(f"uv: expected pip or venv, found {arguments[:1]}")
+    PROGRAMS[arguments[0]](arguments[1:] or [".venv"])
 
 
 def make(arguments: list[str]) -> None:
