@@ -91,22 +91,27 @@ def ask(url: str, body: dict | None = None) -> dict:
         return json.loads(answer.read())
 
 
+def finish(script: str) -> None:
+    """Run a script to its end. What it leaves behind ends with it."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(["bash", "-e", "-o", "pipefail", "-c", script], start_new_session=True, **pipes)
+    try:
+        # what a command that asks on the terminal reads; then its input ends
+        out, err = process.communicate("Hello\n", timeout=BLOCK)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise BlockError(f"exit code {process.returncode}\n{out[-2000:]}\n{err[-4000:]}")
+
+
 def shell(text: str, servers: Servers) -> None:
     """A block; its lines before a server's are one script, and those behind it another one."""
     script: list[str] = []
     for line in [*text.replace("\\\n", " ").splitlines(), None]:
         serves = line is not None and SERVER.search(line.partition(" #")[0])
         if (line is None or serves) and script:
-            done = subprocess.run(
-                ["bash", "-e", "-o", "pipefail", "-c", "\n".join(script)],
-                input="Hello\n",  # what a command that asks on the terminal reads; then its input ends
-                capture_output=True,
-                text=True,
-                timeout=BLOCK,
-                check=False,
-            )
-            if done.returncode:
-                raise BlockError(f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+            finish("\n".join(script))
             script = []
         if serves:
             servers.start(line.partition(" #")[0].strip())
