@@ -54,6 +54,9 @@ sanitize: $(STAMPS)/native $(STAMPS)/test ## random calls of all native code und
 mutants: $(STAMPS)/native $(STAMPS)/test ## 200 mistakes, each planted beside the tests of its own file: which are not found; ARGS="--only ktmoe/loaders/gptq.py --count 20 --seed 3"
 	@$(PY) tools/mutants.py $(ARGS)
 
+test-docs: $(STAMPS)/native $(STAMPS)/test ## commands and Python blocks of README and docs that need no other package; ARGS="-k linear"
+	@$(PY) -m pytest -q -n 0 tests/test_pages.py tests/test_page_runs.py $(ARGS)
+
 test-kt-kernel: $(STAMPS)/native $(STAMPS)/test ## kt-kernel itself beside ktmoe: first installs it; ARGS=--smoke is a few cases, for this and the next four
 	@$(PY) tools/test_kt_kernel.py $(ARGS)
 

@@ -1,4 +1,4 @@
-"""What a user meets first: the examples of README and of help(ktmoe), what dir(ktmoe) lists, and what a repr() says."""
+"""What a user meets first: the example of help(ktmoe), what dir(ktmoe) lists, and what a repr() says."""
 
 import inspect
 import re
@@ -6,7 +6,6 @@ import textwrap
 
 import numpy as np
 import pytest
-from environments import ROOT
 from helpers import random_experts
 
 import ktmoe
@@ -15,7 +14,6 @@ from ktmoe.machine import numa
 from ktmoe.synthetic import write_deepseek_v4
 
 EXAMPLES = {
-    "README.md": lambda: re.search(r"without torch:\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1],
     "help(ktmoe)": lambda: re.search(r"\n\n(?=    )(.*?)\n\n(?! )", inspect.getdoc(ktmoe), re.DOTALL)[1],
 }
 

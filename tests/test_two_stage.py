@@ -1,11 +1,8 @@
 """gemm1() and gemm2(): the bits of MoELayer.forward(), whatever kind the arrays are and whatever padding holds."""
 
-import re
-
 import ml_dtypes
 import numpy as np
 import pytest
-from environments import ROOT
 from helpers import BF16, DEEPSEEK, FORMATS, GPT_OSS, random_batch, random_experts, same_bits
 from two_stage_pipeline import Experts, decoded, restored, rounded, to_bytes
 
@@ -245,15 +242,3 @@ def test_the_ends_of_the_range():
     assert numbers[2, 0] == 448 * 2.0**-127
     assert np.isnan(numbers[2, 1])
     assert dequantize(BlockScaled(np.full((1, 16), 1, np.uint8), np.zeros((1, 1), np.uint8), "mxfp4"))[0, 0] == 2.0**-128
-
-
-def test_the_page():
-    """The example of docs/two-stage.md: y is that of the layer, and the difference of equal numbers is 0."""
-    names = {}
-    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "two-stage.md").read_text(), re.DOTALL):
-        exec(code, names)
-    with names["layer"] as layer:
-        assert layer.activations == "mxfp4"
-        assert same_bits(names["y"], layer.forward(names["x"], names["topk_ids"], names["topk_weights"]))
-    assert names["difference"](names["y"], names["y"]) == 0
-    assert names["difference"](names["y"], -names["y"]) == 2

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import engine_models
 import peft
 import pytest
 import torch
 import transformers
 from engine_models import experts, prompts
-from environments import ROOT
 from serving import eager, eager_float32, packed, switched
 from training_runs import RANK, STEPS, by_ktmoe, by_pytorch, loaded, texts, train
 
 import ktmoe.transformers as served
-from ktmoe import synthetic
 from ktmoe.errors import InputError, UnavailableError
 from ktmoe.torch import DenseLinear, MoEExperts, add_lora, loras
 
@@ -248,24 +244,3 @@ def test_a_mode_that_rounds_has_no_gradients(checkpoint):
     x, ids, weights = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)
     with pytest.raises(InputError, match="training needs activations='bf16', found 'mxfp4'"):
         module(x, ids, weights.requires_grad_())
-
-
-def test_the_page(tmp_path):
-    """docs/fine-tuning.md's own code, on a tiny model. Its loss falls, and what it gives can be put into another model."""
-    folder = tmp_path / "model"
-    synthetic.write_chat_model(folder)
-    page = (ROOT / "docs" / "fine-tuning.md").read_text()
-    blocks = (block.replace("openai/", "") for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL))
-    first, of_peft, of_a_layer, without_torch = (block.replace("gpt-oss-20b", str(folder)) for block in blocks)
-    names = {}
-    exec(first, names)
-    assert list(names["adapters"]) == [0, 1]
-    assert all(array.any() for lora in names["adapters"].values() for pair in lora.pairs.values() for array in pair)
-    exec(of_peft, names)
-    assert len([name for name, p in names["model"].named_parameters() if p.requires_grad]) == 2 * (2 * 2 + 3 * 2)
-    exec(of_a_layer, names)
-    trained = names["hidden_states"], names["top_k_weights"], *names["experts"].parameters()
-    assert all(tensor.grad is not None for tensor in trained)
-    exec(without_torch, names)
-    assert names["gradients"].x.shape == (5, 128)
-    assert set(names["gradients"].lora) == {"gate", "up", "down"}
