@@ -37,19 +37,7 @@ def test_a_test_that_runs_a_block_instead_names_its_page():
             assert block.page.rpartition("/")[2] in (ROOT / named[1]).read_text(), str(block)
 
 
-def slow(page: str) -> bool:
-    """Whether a page measures a layer of full size, which takes half a minute."""
-    commands = [words for block in pages.runnable(pages.blocks(page)) for words in shell(block)]
-    return any(words[:2] == ["ktmoe", "demo"] or re.match("ktmoe bench($| -)", " ".join(words)) for words in commands)
-
-
-def shell(block: pages.Block) -> list[list[str]]:
-    return pages.commands(block.text) if block.language == "sh" else []
-
-
 @NEEDS_COMPILER
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.exhaustive) if slow(page) else page for page in CORE_PAGES]
-)
+@pytest.mark.parametrize("page", CORE_PAGES)
 def test_a_page_runs(page, core, tmp_path):
     assert page_runs.run(page, core, tmp_path)
