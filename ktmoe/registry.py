@@ -22,7 +22,7 @@ class Registry(Generic[T]):
     kind: what messages call one ("backend"). package: every module in it registers its own plugin with its last line;
     so does, under its entry point's name, every installed distribution with entry points in `group`.
     A built-in wins over an entry point of the same name. A plugin that cannot be loaded warns and is left out.
-    base: the class that plugins inherit from; any will do by default.
+    base: the class that plugins inherit from, as "module:name", since its module may import the registry; any by default.
 
     Examples:
         >>> names = ktmoe.loaders.registry.names()
@@ -30,7 +30,7 @@ class Registry(Generic[T]):
         (True, 'int16')
     """
 
-    def __init__(self, kind: str, package: str, group: str, base: type[Any] = object):
+    def __init__(self, kind: str, package: str, group: str, base: str = "builtins:object"):
         self._kind = kind
         self._package = package
         self._group = group
@@ -107,9 +107,12 @@ class Registry(Generic[T]):
         return [plugins[name] for name in sorted(plugins)]
 
     def _checked(self, name: str, plugin: Any) -> T:
-        if not isinstance(plugin, self._base):
-            base = f"{self._base.__module__}.{self._base.__qualname__}"
-            raise InputError(f"{self._kind} {name!r} must be an instance of a class that inherits {base}, found {show(plugin)}")
+        module, _, base = self._base.partition(":")
+        if not isinstance(plugin, getattr(importlib.import_module(module), base)):
+            inherits = self._base.replace(":", ".")
+            raise InputError(
+                f"{self._kind} {name!r} must be an instance of a class that inherits {inherits}, found {show(plugin)}"
+            )
         return plugin
 
     def _load(self) -> None:

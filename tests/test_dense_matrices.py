@@ -12,6 +12,7 @@ from gguf_files import write as write_gguf
 from ktmoe import load_matrix, load_mlp
 from ktmoe.errors import CheckpointError, FormatError, InputError, MissingTensorError, UnavailableError, UnknownNameError
 from ktmoe.loaders import registry
+from ktmoe.loaders.base import Loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.dense import find_matrix
 from ktmoe.weights.formats import BF16 as BF16_FORMAT
@@ -319,7 +320,8 @@ def test_a_name_that_is_no_str(tmp_path, name):
 
 def test_a_plugins_scheme_that_is_none(tmp_path):
     """Its attribute may be called so for reasons of its own."""
-    registry.register("strange", type("Strange", (), {"scheme": "https"})())
+    methods = {"scheme": "https", "detect": lambda *_: 0, "layers": lambda *_: [], "load": None}
+    registry.register("strange", type("Strange", (Loader,), methods)())
     try:
         checkpoint = write(tmp_path, {"a.weight": zeros("BF16", 2, 2)})
         assert load_matrix(checkpoint, "a").format == BF16_FORMAT

@@ -15,7 +15,6 @@ from helpers import random_batch, random_experts, same_bits
 
 from ktmoe import Linear, Matrix, MoELayer, backends, get_num_threads, set_num_threads
 from ktmoe._native import core
-from ktmoe.backends.base import Backend
 from ktmoe.registry import Registry
 from ktmoe.weights.formats import F32
 
@@ -170,7 +169,7 @@ def test_a_plug_in_is_taken_out_while_all_are_listed():
                 self.unregister("other")
             return found
 
-    registry = Changing("backend", "ktmoe.backends", "ktmoe.no-such-group", Backend)
+    registry = Changing("backend", "ktmoe.backends", "ktmoe.no-such-group", "ktmoe.backends.base:Backend")
     plugin = backends.get("fp32_lut")
     for name in ("always", "other"):
         registry.register(name, plugin)
@@ -178,7 +177,7 @@ def test_a_plug_in_is_taken_out_while_all_are_listed():
 
 
 def test_a_registry_is_read_while_it_changes():
-    registry = Registry("backend", "ktmoe.backends", "ktmoe.no-such-group", Backend)
+    registry = Registry("backend", "ktmoe.backends", "ktmoe.no-such-group", "ktmoe.backends.base:Backend")
     plugin = backends.get("fp32_lut")
     registry.register("always", plugin)
     done = threading.Event()
@@ -200,7 +199,7 @@ def test_a_registry_is_read_while_it_changes():
 
 
 def test_registering_one_name_at_once():
-    registry = Registry("backend", "ktmoe.backends", "ktmoe.no-such-group", Backend)
+    registry = Registry("backend", "ktmoe.backends", "ktmoe.no-such-group", "ktmoe.backends.base:Backend")
     plugin = backends.get("fp32_lut")
 
     def register(name):

@@ -55,6 +55,7 @@ def test_built_in_names():
         "gguf_header",
         "gguf_model",
         "model_config",
+        "model_shape",
         "naming",
         "one_layer",
         "one_matrix",
@@ -185,16 +186,23 @@ def test_a_built_in_that_cannot_be_imported_raises_every_time(package, tmp_path)
 
 
 def test_ktmoes_own_groups(tmp_path):
-    """A backend and a loader of an installed distribution, in an interpreter that has done nothing before."""
+    """A backend and a loader of an installed distribution, in an interpreter that has done nothing before. What is none, such
+    as the loader's class, is left out, with a warning that names it.
+    """
     (tmp_path / "theirs.py").write_text(
         "from ktmoe.backends.base import Backend, Missing\n"
         "class Tool(Backend):\n    rank = 7\n    def lookup(self): return Missing('it is Tuesday')\n"
         "    def pack(self): pass\n\ntool = Tool()\n"
+        "from ktmoe.loaders.base import Loader\n"
+        "class Scroll(Loader):\n    def detect(self, checkpoint): return 0\n"
+        "    def layers(self, checkpoint): return []\n    def load(self, checkpoint, layer): pass\n\nscroll = Scroll()\n"
     )
     info = tmp_path / "theirs-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[ktmoe.backends]\nabacus = theirs:tool\n[ktmoe.loaders]\nscroll = theirs:tool\n")
+    (info / "entry_points.txt").write_text(
+        "[ktmoe.backends]\nabacus = theirs:tool\n[ktmoe.loaders]\nscroll = theirs:scroll\nzebra = theirs:Scroll\n"
+    )
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import ktmoe\n"
         "assert 'theirs' not in sys.modules\n"
@@ -202,6 +210,7 @@ def test_ktmoes_own_groups(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "abacus scroll False\n"
+    assert "loader 'zebra' must be an instance of a class that inherits ktmoe.loaders.base.Loader" in result.stderr
 
 
 # A backend in Python

@@ -39,12 +39,12 @@ def main(arguments: list[str]) -> int:
     known = len(tomllib.loads(chosen.answers.read_text(encoding="utf-8"))["answers"])
     model = MODELS / hashlib.sha256(TRAINER.read_bytes() + chosen.answers.read_bytes()).hexdigest()[:12]
     if not model.exists():
-        say(f"training a model of 1.2 million weights on {known} questions, about a minute on 2 cores")
+        say(f"training a model of 1.2 million weights on {known} questions: a minute on 2 idle cores, longer beside other work")
         status = run(interpreter, [TRAINER, chosen.answers, model])
         if status:
             return status
     status = chat(interpreter, model, [chosen.prompt] if chosen.prompt else PROMPTS, "--greedy")
-    say(f'it knows {known} answers by heart: make demo-chat PROMPT="..." with a question of {chosen.answers.name}')
+    say(f'it knows {known} answers by heart: make demo-chat PROMPT="..." with a question of {os.path.relpath(chosen.answers)}')
     return status
 
 

@@ -80,7 +80,9 @@ def learn(model, tokenizer, answers: dict[str, str], progress: Callable[[str], o
         schedule.step()
         if step % 50 == 0:
             seconds = time.monotonic() - start
-            progress(f"ktmoe: {step} passes over {len(answers)} answers in {seconds:.0f} s, loss {loss.item():.4f}")
+            progress(
+                f"ktmoe: pass {step} of at most {STEPS} over {len(answers)} answers, {seconds:.0f} s, loss {loss.item():.4f}"
+            )
             if loss.item() < DONE:
                 rounded = copy.deepcopy(model).to(torch.bfloat16)
                 if all(knows(rounded, tokenizer, question, answer) for question, answer in everything):

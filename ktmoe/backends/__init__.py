@@ -5,7 +5,7 @@ from ktmoe.registry import Registry
 
 __all__ = ["Backend", "Found", "available", "get", "names", "ranked", "register", "registry", "unregister"]
 
-registry: Registry[Backend] = Registry("backend", __name__, "ktmoe.backends", Backend)
+registry: Registry[Backend] = Registry("backend", __name__, "ktmoe.backends", "ktmoe.backends.base:Backend")
 register = registry.register
 unregister = registry.unregister
 get = registry.get

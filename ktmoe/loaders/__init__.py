@@ -6,7 +6,7 @@ from ktmoe.registry import Registry
 
 __all__ = ["get", "names", "register", "registry", "unregister"]
 
-registry: Registry[Any] = Registry("loader", __name__, "ktmoe.loaders")
+registry: Registry[Any] = Registry("loader", __name__, "ktmoe.loaders", "ktmoe.loaders.base:Loader")
 register = registry.register
 unregister = registry.unregister
 get = registry.get

@@ -33,6 +33,9 @@ def check_packages() -> None:
         raise UnavailableError(
             f"transformers' server needs {', '.join(missing)}, which {verb} not installed: {install('serve')}"
         )
+    if find_spec("accelerate") is None:  # in no extra: it requires torch, and pip would install torch's build for CUDA
+        how = "uv pip install --torch-backend=cpu accelerate"
+        raise UnavailableError(f"transformers' server needs accelerate, which is not installed: {how}")
 
 
 def parse(arguments: Sequence[str], program: str) -> typer.Context:

@@ -238,12 +238,17 @@ def test_arguments_for_transformers(run, model):
     assert "--reasoning" in out
 
 
-@pytest.mark.parametrize("missing", [("uvicorn",), ("fastapi", "openai")])
-def test_a_package_that_is_missing(run, model, monkeypatch, missing):
+EXTRA = "pip install '.[serve]' in the folder of ktmoe's repository"
+FOR_CPUS = "uv pip install --torch-backend=cpu accelerate"
+
+
+@pytest.mark.parametrize(
+    ("missing", "install"), [(("uvicorn",), EXTRA), (("fastapi", "openai"), EXTRA), (("accelerate",), FOR_CPUS)]
+)
+def test_a_package_that_is_missing(run, model, monkeypatch, missing, install):
     for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
     verb = "is" if len(missing) == 1 else "are"
-    install = "pip install '.[serve]' in the folder of ktmoe's repository"
     words = f"transformers' server needs {', '.join(missing)}, which {verb} not installed: {install}"
     assert run(model) == (1, "", f"ktmoe: {words}\n")
 
