@@ -114,6 +114,9 @@ results: $(STAMPS)/native $(STAMPS)/bench ## the last saved benchmarks into benc
 wheel: $(STAMPS)/base $(STAMPS)/release ## the source distribution and a wheel for each Python into dist: 2 minutes and one more a Python; VERSIONS=3.11,3.14t names some
 	@$(PY) tools/wheels.py $(ARGS)
 
+test-wheel: $(STAMPS)/native ## the wheels of dist installed as users do, on other Pythons and CPU models: first installs QEMU; ARGS=--smoke is 2 minutes
+	@$(PY) tools/test_wheel.py $(ARGS)
+
 lint: $(STAMPS)/lint ## ruff, clang-format, and the C compiled with warnings as errors
 	@$(PY) -m ruff check -q .
 	@$(PY) -m ruff format -q --check .

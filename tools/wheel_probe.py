@@ -19,7 +19,7 @@ HIDDEN, INTERMEDIATE, EXPERTS, TOKENS, TOP_K = 256, 256, 4, 3, 2
 
 def write(folder: Path) -> None:
     """Checkpoints in 4, 8 and 16 bits, and a batch."""
-    from ktmoe.synthetic import GGUF, write_deepseek_v4, write_fp8, write_gguf, write_qwen3
+    from ktmoe.synthetic import GGUF, write_deepseek_v4, write_fp8, write_qwen3
 
     sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "num_experts": EXPERTS, "layers": 1}
     for name, writer in {"mxfp4": write_deepseek_v4, "bf16": write_qwen3, "fp8": write_fp8}.items():

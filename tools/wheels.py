@@ -1,7 +1,7 @@
 """wheels.py: builds the source distribution, and from it a wheel for each CPython, into dist/.
 
-GCC compiles. Zig links, against the symbols of an old glibc: the wheels run there, and their code is GCC's. auditwheel then says
-which platforms a wheel serves. VERSIONS=3.11,3.14t in the environment names the Pythons, all of which must be there. Without it,
+GCC compiles. Zig links, against the symbols of an old glibc: the wheels run there, and their code is GCC's. auditwheel then names
+the platforms that a wheel serves. VERSIONS=3.11,3.14t in the environment names the Pythons, which then must all be there. Else
 those are left out that cannot be had.
 """
 
@@ -78,8 +78,7 @@ def unpacked(path: Path) -> Path:
 
 def environment_of(version: str) -> Path:
     """An interpreter that has what a build needs. Raises SetUpError."""
-    here = "%d.%d" % sys.version_info[:2]
-    if version == here:
+    if version == sysconfig.get_python_version() + "t" * bool(sysconfig.get_config_var("Py_GIL_DISABLED")):
         return Path(sys.executable)
     made = pythons.find(version) or pythons.make(version, say)
     needs = Environment(f"python-{version}", f"Python {version}", (tuple(requirements(("build",))),), interpreter=made)
