@@ -1,9 +1,9 @@
 """test_wheel.py [--smoke] [MODEL ...]: installs the wheels of dist/ as users do, and compares their bits with this tree's.
 
-Each wheel goes into an environment of its Python, with what it requires and nothing else, where no compiler is found. That of
-3.11 also meets the lowest versions that it says it works with. On CPU models that QEMU emulates, all of MODELS or those that are
-named, it must choose the expected backend. Without --smoke, root also installs a wheel in a new Debian that has only Python.
-What cannot be had is named, and is no failure.
+Each wheel goes into an environment of its Python, with what it requires and nothing else, where no compiler is found. Another
+environment has the lowest versions of what is required. On CPU models that QEMU emulates, all of MODELS or those that are
+named, a wheel must choose the expected backend. Without --smoke, root also installs a wheel in a new Debian that has only
+Python. What cannot be had is named, and is no failure.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def passed(title: str, case: Callable[[], Answer], expected: Answer) -> bool:
 
 
 def compared(title: str, answer: Answer, expected: Answer) -> None:
-    """Raises WrongError. Of two backends' bits, those of this CPU's best one stand for a backend that this CPU lacks."""
+    """Raises WrongError. All backends have the same bits: one of another CPU is compared with the best of this one."""
     best, digests = expected["backends"][0], answer["digests"]
     if str(ROOT / "ktmoe") in answer["where"]:
         raise WrongError(f"it imports this tree's {answer['where']}")
@@ -109,9 +109,8 @@ def compared(title: str, answer: Answer, expected: Answer) -> None:
             raise WrongError(f"{weights} by {backend} has other bits than in this tree")
     if title in MODELS and answer["backends"][0] != MODELS[title]:
         raise WrongError(f"it chooses {answer['backends'][0]}, expected {MODELS[title]}")
-    say(
-        f"{title}: {len(digests)} outputs have this tree's bits; backends {', '.join(answer['backends'])}; numpy {answer['numpy']}"
-    )
+    backends = ", ".join(answer["backends"])
+    say(f"{title}: {len(digests)} outputs have this tree's bits; backends {backends}; numpy {answer['numpy']}")
 
 
 def installed(title: str, wheel: Path) -> Path:

@@ -1,8 +1,8 @@
 """wheels.py: builds the source distribution, and from it a wheel for each CPython, into dist/.
 
-GCC compiles. Zig links, against the symbols of an old glibc: the wheels run there, and their code is GCC's. auditwheel then names
-the platforms that a wheel serves. VERSIONS=3.11,3.14t in the environment names the Pythons, which then must all be there. Else
-those are left out that cannot be had.
+GCC compiles. Zig links, against the symbols of an old glibc: the wheels run there, and their code is GCC's. Then auditwheel
+names the platforms that a wheel serves. VERSIONS=3.11,3.14t in the environment names the Pythons, which then must all be
+there. Else those are left out that cannot be had.
 """
 
 import os
