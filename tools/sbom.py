@@ -10,6 +10,15 @@ from email import message_from_bytes
 from importlib.metadata import version
 from pathlib import Path
 
+#: What the linker copies into the module, besides ktmoe's own code: glibc before 2.33 has no fstat() in its shared library.
+COPIED = {
+    "type": "library",
+    "bom-ref": "pkg:generic/glibc#fstat",
+    "name": "glibc",
+    "description": "fstat(), of the part that is linked statically",
+    "licenses": [{"license": {"name": "LGPL-2.1-or-later, with permission to link the compiled file without restriction"}}],
+    "purl": "pkg:generic/glibc#fstat",
+}
 #: Packages that take part in building a wheel. The C compiler is added.
 TOOLS = ("setuptools", "Cython", "ziglang", "auditwheel")
 
@@ -30,7 +39,7 @@ def bill(metadata: bytes, built_with: dict[str, str]) -> dict[str, object]:
     """
     said = message_from_bytes(metadata)
     needed = [need for need in said.get_all("Requires-Dist", []) if ";" not in need]  # behind one stands an extra's name
-    components = [_needed(need) for need in needed]
+    components = [_needed(need) for need in needed] + [COPIED]
     itself = f"pkg:pypi/{said['Name']}@{said['Version']}"
     return {
         "bomFormat": "CycloneDX",
