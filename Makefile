@@ -115,7 +115,7 @@ wheel: $(STAMPS)/base $(STAMPS)/release ## the source distribution and a wheel f
 	@$(PY) tools/wheels.py $(ARGS)
 
 test-wheel: $(STAMPS)/native ## the wheels of dist installed as users do, on other Pythons and CPU models: first installs QEMU; ARGS=--smoke is 2 minutes
-	@$(PY) tools/test_wheel.py $(ARGS)
+	@$(PY) tools/installed_wheels.py $(ARGS)
 
 lint: $(STAMPS)/lint ## ruff, clang-format, and the C compiled with warnings as errors
 	@$(PY) -m ruff check -q .

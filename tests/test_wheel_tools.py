@@ -9,7 +9,7 @@ import sys
 import pytest
 from environments import COMPILER, NEEDS_COMPILER, ROOT
 
-from tools import sbom, test_wheel, wheels
+from tools import installed_wheels, sbom, wheels
 
 METADATA = b"""Metadata-Version: 2.4
 Name: ktmoe
@@ -58,14 +58,15 @@ def test_a_symbol_that_no_glibc_has_is_seen(tmp_path):
 @pytest.mark.parametrize("free", ["", "t"])
 def test_the_python_of_a_wheel(free):
     assert (
-        test_wheel.version_of(f"ktmoe-0.1.0-cp314-cp314{free}-manylinux2014_x86_64.manylinux_2_17_x86_64.whl") == f"3.14{free}"
+        installed_wheels.version_of(f"ktmoe-0.1.0-cp314-cp314{free}-manylinux2014_x86_64.manylinux_2_17_x86_64.whl")
+        == f"3.14{free}"
     )
 
 
 def test_the_module_must_be_the_wheels():
     answer = {"where": str(ROOT / "ktmoe" / "__init__.py"), "backends": ["avx2"], "digests": {}, "numpy": "2"}
-    with pytest.raises(test_wheel.WrongError, match="imports this tree"):
-        test_wheel.compared("3.11", answer, answer)
+    with pytest.raises(installed_wheels.WrongError, match="imports this tree"):
+        installed_wheels.compared("3.11", answer, answer)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_wheel_that_does_not_do_what_it_should(capsys, digests, backends, said
     """Other bits, and another backend than that of the CPU model, are failures."""
     expected = {"backends": ["avx512_bf16"], "digests": {"bf16 avx512_bf16": "a", "bf16 avx2": "a"}}
     answer = {"where": "/elsewhere", "backends": backends, "digests": digests, "numpy": "2"}
-    assert test_wheel.passed("Haswell", lambda: answer, expected) == (said is None)
+    assert installed_wheels.passed("Haswell", lambda: answer, expected) == (said is None)
     assert (said or "have this tree's bits") in capsys.readouterr().out
 
 
