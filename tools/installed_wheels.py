@@ -1,4 +1,4 @@
-"""installed_wheels.py [--smoke] [MODEL ...]: installs the wheels of dist/ as users do, and compares their bits with this tree's.
+"""installed_wheels.py [--smoke] [MODEL ...]: installs the wheels of dist/ as users do. Their bits must be this tree's.
 
 Each wheel goes into an environment of its Python, with what it requires and nothing else, where no compiler is found. Another
 environment has the lowest versions of what is required. On CPU models that QEMU emulates, all of MODELS or those that are
