@@ -11,7 +11,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PIP_ENV) $(PY) -m pip install -q
 STAMPS := $(VENV)/stamps
-EXTRAS := base test bench lint site# base: what building, the package and its command need, at once
+EXTRAS := base test bench lint site release# base: what building, the package and its command need, at once
 NATIVE := $(shell find ktmoe/_native -name '*.[ch]' -o -name '*.p[yx][xdi]') ktmoe/_native/isa.py
 PROCESSES := -n 2 --dist loadfile# two; ARGS="-n 0" is one, as --pdb wants it
 HOURS ?= 2
@@ -113,6 +113,12 @@ simulation: $(STAMPS)/native $(STAMPS)/bench ## layer calls simulated on up to 1
 
 results: $(STAMPS)/native $(STAMPS)/bench ## the last saved benchmarks into bench/results and docs; ARGS="7": number 7; ARGS=--show prints all tables
 	@$(PY) -m bench.publish $(ARGS)
+
+wheel: $(STAMPS)/base $(STAMPS)/release ## the source distribution and a wheel for each Python into dist: 2 minutes and one more a Python; VERSIONS=3.11,3.14t names some
+	@$(PY) tools/wheels.py $(ARGS)
+
+test-wheel: $(STAMPS)/native ## the wheels of dist installed as users do, on other Pythons and CPU models: first installs QEMU; ARGS=--smoke is 2 minutes
+	@$(PY) tools/installed_wheels.py $(ARGS)
 
 lint: $(STAMPS)/base $(STAMPS)/lint ## ruff, mypy --strict, clang-format, and the C compiled with warnings as errors
 	@$(PY) -m ruff check -q .

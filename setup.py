@@ -57,6 +57,8 @@ class BuildNative(build_ext):
         self.objects, self.last_flags = Path(self.objects), shlex.split(self.last_flags)
 
     def build_extension(self, extension):
+        if (platform := sysconfig.get_platform()) != "linux-x86_64":
+            raise CompileError(f"ktmoe needs Linux on x86-64, and this Python is for {platform}")
         check = subprocess.run(["sh", "tools/check_machine.sh", sys.executable], capture_output=True, text=True)
         if check.returncode or check.stdout:
             raise CompileError((check.stdout or check.stderr).strip())

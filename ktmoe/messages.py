@@ -47,8 +47,8 @@ def printable(text: str) -> str:
 
 
 def install(extra: str) -> str:
-    """How to install one of pyproject.toml's extras. The package is not on PyPI."""
-    return f"pip install '.[{extra}]' in the folder of ktmoe's repository"
+    """How to install one of pyproject.toml's extras."""
+    return f"pip install 'ktmoe[{extra}]', or '.[{extra}]' in a clone of ktmoe"
 
 
 def _cut(text: str, most: int) -> str:

@@ -220,7 +220,7 @@ def test_without_the_extra(missing, command):
     code = f"import sys; sys.modules[{missing!r}] = None; from ktmoe.cli import main; sys.exit(main([{command!r}]))"
     done = python("-c", code)
     assert (done.returncode, done.stdout) == (1, "")
-    install = "pip install '.[cli]' in the folder of ktmoe's repository"
+    install = "pip install 'ktmoe[cli]', or '.[cli]' in a clone of ktmoe"
     assert done.stderr == f"ktmoe: the command needs {missing}, which is not installed: {install}\n"
 
 

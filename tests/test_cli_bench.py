@@ -233,7 +233,7 @@ def test_without_matplotlib(run, monkeypatch, tmp_path):
     monkeypatch.setattr(measuring, "run", None)
     status, out, err = run("--picture", tmp_path / "a.png")
     assert (status, out) == (1, "")
-    install = "pip install '.[picture]' in the folder of ktmoe's repository"
+    install = "pip install 'ktmoe[picture]', or '.[picture]' in a clone of ktmoe"
     assert err == f"ktmoe: --picture needs matplotlib, which is not installed: {install}\n"
 
 

@@ -76,7 +76,7 @@ def test_without_transformers(run, monkeypatch, tmp_path, command):
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     monkeypatch.setitem(sys.modules, "transformers", None)
     name, *rest = command
-    install = "pip install '.[transformers]' in the folder of ktmoe's repository"
+    install = "pip install 'ktmoe[transformers]', or '.[transformers]' in a clone of ktmoe"
     words = f"ktmoe.transformers needs transformers, which is not installed: {install}"
     assert run(name, tmp_path / "absent", *rest) == (1, "", f"ktmoe: {words}\n")
 

@@ -56,3 +56,11 @@ def test_what_python_lacks(tmp_path, monkeypatch, lacking):
 @NEEDS_COMPILER
 def test_nothing_is_lacking(monkeypatch):
     assert said(ROOT, monkeypatch, *CHECK, sys.executable) == (0, "")
+
+
+def test_another_platform(source, monkeypatch):
+    """One line says what ktmoe needs. Only the variable that a cross build sets is another."""
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "macosx-14.0-arm64")
+    code, printed = said(source, monkeypatch, sys.executable, "setup.py", "build_ext")
+    assert code == 1
+    assert printed.splitlines()[-1] == "error: ktmoe needs Linux on x86-64, and this Python is for macosx-14.0-arm64"

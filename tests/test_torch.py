@@ -208,7 +208,7 @@ def test_what_needs_transformers_says_how_to_install_it():
     result = subprocess.run(
         [sys.executable, "-c", WITHOUT, "transformers", "ktmoe.transformers"], capture_output=True, text=True, check=False
     )
-    install = "pip install '.[transformers]' in the folder of ktmoe's repository"
+    install = "pip install 'ktmoe[transformers]', or '.[transformers]' in a clone of ktmoe"
     expected = f"ktmoe.transformers needs transformers, which is not installed: {install}\n"
     assert (result.stdout, result.stderr) == (expected, "")
 

@@ -238,7 +238,7 @@ def test_arguments_for_transformers(run, model):
     assert "--reasoning" in out
 
 
-EXTRA = "pip install '.[serve]' in the folder of ktmoe's repository"
+EXTRA = "pip install 'ktmoe[serve]', or '.[serve]' in a clone of ktmoe"
 FOR_CPUS = "uv pip install --torch-backend=cpu accelerate"
 
 
