@@ -26,6 +26,8 @@ OPTIONS = {
     "--index-url": True,
     "--extra-index-url": True,
     "--find-links": True,
+    "--no-index": False,
+    "-d": True,
 }
 
 
@@ -44,8 +46,8 @@ def requirements(of: dict) -> set[str]:
 
 def pip(arguments: list[str]) -> None:
     command, *rest = arguments
-    if command not in ("install", "uninstall"):
-        raise SystemExit(f"pip: expected install or uninstall, found {command!r}")
+    if command not in ("install", "uninstall", "download"):
+        raise SystemExit(f"pip: expected install, uninstall or download, found {command!r}")
     own = project(ROOT)
     words = iter(rest)
     for word in words:

@@ -16,10 +16,10 @@ from markdown_it import MarkdownIt
 
 #: Languages of blocks that are run, and of blocks that are not. A fence must have one of them.
 RUN = ("python", "sh")
-SHOWN = ("c", "cython", "json", "mermaid", "text", "toml", "yaml")
+SHOWN = ("c", "cython", "dockerfile", "json", "mermaid", "text", "toml", "yaml")
 #: Every reason for which a block may be left out, as a regular expression for the whole reason.
 REASONS = (
-    r"needs (a GPU|SGLang|root|two machines|a model of full size)",
+    r"needs (a GPU|SGLang|conda|root|two machines|a model of full size)",
     r"takes (minutes|hours)",
     r"a part of .+",  # a few lines of a larger file, or of a definition
     r"tests/[\w/]+\.py runs it",  # with other addresses, sizes or devices
