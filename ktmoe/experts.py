@@ -165,11 +165,11 @@ class ExpertWeights(ExpertSpec):
         """
         labels = tuple(format.arrays(8, 8))
         given: dict[str, dict[str, Any]] = {}
-        for projection, arrays in zip(PROJECTIONS, (gate, up, down), strict=True):
-            arrays = arrays if isinstance(arrays, tuple) else (arrays,)
-            if len(arrays) != len(labels):
-                raise FormatError(f"{name}: {projection} must be ({', '.join(labels)}), found {len(arrays)} arrays")
-            given[projection] = dict(zip(labels, arrays, strict=True))
+        for projection, of_all in zip(PROJECTIONS, (gate, up, down), strict=True):
+            listed = of_all if isinstance(of_all, tuple) else (of_all,)
+            if len(listed) != len(labels):
+                raise FormatError(f"{name}: {projection} must be ({', '.join(labels)}), found {len(listed)} arrays")
+            given[projection] = dict(zip(labels, listed, strict=True))
         biases = dict(biases or {})
         if unknown := biases.keys() - given.keys():
             raise FormatError(f"{name}: biases must be by projection, one of {PROJECTIONS}, found {sorted(unknown)}")

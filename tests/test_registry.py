@@ -55,6 +55,7 @@ def test_built_in_names():
         "gguf_header",
         "gguf_model",
         "model_config",
+        "model_shape",
         "naming",
         "one_layer",
         "one_matrix",

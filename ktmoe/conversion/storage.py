@@ -12,7 +12,8 @@ import numpy as np
 
 from ktmoe.errors import InputError
 from ktmoe.matrix import Matrix
-from ktmoe.weights.formats import MXFP4, WeightFormat, ZeroPoint
+from ktmoe.weights.formats import MXFP4, WeightFormat
+from ktmoe.weights.offsets import ZeroPoint
 
 _OF_MODELOPT = (
     "transformers does not know the quant_method modelopt: by itself it does not load the result; ktmoe chat, ktmoe serve and "
