@@ -39,7 +39,7 @@ demo-chat: $(STAMPS)/native ## a model learns 100 answers about ktmoe in a minut
 test: ## every kind of check in at most 5 minutes on 2 cores, cases chosen by design; ARGS="-k pack" goes to pytest
 verify: CASES := --exhaustive
 verify: ## all cases of all tests, about 15 minutes on 2 cores; ARGS=--rest leaves out those of make test
-test verify: $(STAMPS)/native $(STAMPS)/test
+test verify: $(STAMPS)/native $(STAMPS)/test $(STAMPS)/lint
 	@$(PY) -m pytest -q $(PROCESSES) $(CASES) $(ARGS)
 	@if grep -qw amx_tile /proc/cpuinfo; then \
 	  echo 'ktmoe: amx again, emulated as on CPUs without it'; \

@@ -37,18 +37,16 @@ from ktmoe.weights.formats import (
     FP8_PER_ROW,
     MXFP4,
     MXFP8,
-    Factor,
-    Minimum,
     WeightFormat,
-    ZeroPoint,
     fp8,
     int4,
     int8,
     nvfp4,
     uint4,
 )
+from ktmoe.weights.offsets import Minimum, ZeroPoint
 from ktmoe.weights.order import Order
-from ktmoe.weights.scales import Scale
+from ktmoe.weights.scales import Factor, Scale
 
 __all__ = [
     "BF16",

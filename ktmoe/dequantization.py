@@ -13,7 +13,7 @@ import numpy as np
 
 from ktmoe.matrix import Matrix
 from ktmoe.weights.elements import Element
-from ktmoe.weights.formats import Minimum, ZeroPoint
+from ktmoe.weights.offsets import Minimum, ZeroPoint
 from ktmoe.weights.order import ROWS
 from ktmoe.weights.scales import Scale
 
@@ -23,13 +23,13 @@ class Weights:
     """Some rows of a matrix, float64, without its factor.
 
     scaled: (value - zero point) * scale * super-scale, exactly, [n, k].
-    group, scales: scale * super-scale, [n, groups], for so many k each; None without scales.
+    group, scales: scale * super-scale, [n, groups], for so many k each; 0 and None without scales.
     minima: what is to be subtracted from scaled, [n, k]; None without minima.
     largest: no |value - zero point| is above it.
     """
 
     scaled: np.ndarray
-    group: int | None
+    group: int
     scales: np.ndarray | None
     minima: np.ndarray | None
     largest: float
@@ -44,26 +44,26 @@ def read(matrix: Matrix, rows: Any = slice(None)) -> Weights:
     """rows: an index along n. Raises FormatError, which names the tensor, if the matrix holds a NaN."""
     matrix.refuse()
     matrix = in_rows(matrix)
-    format, (n, k) = matrix.format, matrix.shape
+    format, (n, k), stored = matrix.format, matrix.shape, matrix.stored
     rows = np.arange(n)[rows]
     weights = _values(format.element, matrix.codes[rows], k)
     largest = max((abs(value) for value in format.element.values if value is not None), default=math.inf)
-    group = scales = minima = None
+    group, scales, minima = 0, None, None
     if isinstance(format.offset, ZeroPoint):
-        points = format.offset.numbers(matrix.offsets[rows]).astype(np.float64)
+        points = format.offset.numbers(stored["offsets"][rows]).astype(np.float64)
         weights -= spread(points, format.offset.extent[1], k)
         largest += 15
     if format.scale:
         group = math.gcd(format.scale.extent[1], format.super_scale.extent[1] if format.super_scale else 0)
         columns = np.arange(0, k, group)
-        scales = _shared(format.scale, matrix.scales, rows, columns)
+        scales = _shared(format.scale, stored["scales"], rows, columns)
         if format.super_scale:
-            scales = scales * _shared(format.super_scale, matrix.super_scales, rows, columns)
+            scales = scales * _shared(format.super_scale, stored["super_scales"], rows, columns)
         weights *= spread(scales, group, k)
     if isinstance(format.offset, Minimum):
-        minima = _shared(format.offset.scale, matrix.offsets, rows, np.arange(k))
+        minima = _shared(format.offset.scale, stored["offsets"], rows, np.arange(k))
         if format.offset.super_scale:
-            minima = minima * _shared(format.offset.super_scale, matrix.super_offsets, rows, np.arange(k))
+            minima = minima * _shared(format.offset.super_scale, stored["super_offsets"], rows, np.arange(k))
         if format.offset.added:
             minima = -minima
     return Weights(weights, group, scales, minima, largest)
@@ -88,11 +88,9 @@ def _shared(scale: Scale, stored: np.ndarray, rows: np.ndarray, columns: np.ndar
     return scale.numbers(stored[rows // scale.extent[0]])[:, columns // scale.extent[1]]
 
 
-def factors(matrix: Matrix, rows: Any = slice(None)) -> np.ndarray | None:
-    """The factor, or divisor, of each of the rows, float64 [n]; None if there is none."""
-    if matrix.format.factor is None:
-        return None
-    return np.broadcast_to(matrix.factor.astype(np.float64), matrix.shape[:1])[rows]
+def factors(matrix: Matrix, rows: Any = slice(None)) -> np.ndarray:
+    """The factor, or divisor, of each of the rows, float64 [n], of a matrix that has one."""
+    return np.broadcast_to(matrix.stored["factor"].astype(np.float64), matrix.shape[:1])[rows]
 
 
 def dequantize(matrix: Matrix, rows: Any = slice(None), factor: bool = True) -> np.ndarray:

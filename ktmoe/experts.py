@@ -6,11 +6,12 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from ktmoe.errors import FormatError, InputError
+from ktmoe.expert_arrays import checked_arrays
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.weight_spec import WeightSpec
@@ -141,9 +142,9 @@ class ExpertWeights(ExpertSpec):
     @classmethod
     def from_arrays(
         cls,
-        gate: np.ndarray | tuple[np.ndarray, np.ndarray],
-        up: np.ndarray | tuple[np.ndarray, np.ndarray],
-        down: np.ndarray | tuple[np.ndarray, np.ndarray],
+        gate: np.ndarray | tuple[np.ndarray, ...],
+        up: np.ndarray | tuple[np.ndarray, ...],
+        down: np.ndarray | tuple[np.ndarray, ...],
         *,
         biases: Mapping[str, np.ndarray] | None = None,
         format: WeightFormat = MXFP4,
@@ -163,35 +164,8 @@ class ExpertWeights(ExpertSpec):
             >>> ktmoe.ExpertWeights.from_arrays((codes, scales), (codes, scales), (codes, scales))
             ExpertWeights('experts', 8 experts, hidden=64, intermediate=64, E2M1 with ue8m0 scales per 1x32)
         """
-        labels = tuple(format.arrays(8, 8))
-        given: dict[str, dict[str, Any]] = {}
-        for projection, arrays in zip(PROJECTIONS, (gate, up, down), strict=True):
-            arrays = arrays if isinstance(arrays, tuple) else (arrays,)
-            if len(arrays) != len(labels):
-                raise FormatError(f"{name}: {projection} must be ({', '.join(labels)}), found {len(arrays)} arrays")
-            given[projection] = dict(zip(labels, arrays, strict=True))
-        biases = dict(biases or {})
-        if unknown := biases.keys() - given.keys():
-            raise FormatError(f"{name}: biases must be by projection, one of {PROJECTIONS}, found {sorted(unknown)}")
-        for projection, bias in biases.items():
-            given[projection]["bias"] = bias
-        arrays = {(projection, label): array for projection, of in given.items() for label, array in of.items()}
-        for (projection, label), array in arrays.items():
-            dimensions = ("experts", "rows") if label in ("factor", "bias") else ("experts", "rows", "columns")
-            if not isinstance(array, np.ndarray) or array.ndim != len(dimensions):
-                found = f"{array.ndim} dimensions" if isinstance(array, np.ndarray) else type(array).__name__
-                raise FormatError(f"{name}: {projection} {label} must be an array [{', '.join(dimensions)}], found {found}")
-        codes = given["gate"]["codes"]
-        num_experts, (intermediate, hidden) = len(codes), format.shape(codes.shape[1:])
-        for (projection, label), array in arrays.items():
-            if len(array) != num_experts:
-                raise FormatError(f"{name}: {projection} {label} must hold {num_experts} experts, found {len(array)}")
-
-        def read(expert: int, projection: str) -> Matrix:
-            shape = (hidden, intermediate) if projection == "down" else (intermediate, hidden)
-            stored = {label: array[expert] for label, array in given[projection].items()}
-            return Matrix(f"{name}.{expert}.{projection}", format, shape, **stored)
-
+        arrays = {"gate": gate, "up": up, "down": down}
+        (num_experts, hidden, intermediate), read = checked_arrays(name, format, arrays, biases)
         return cls(num_experts, hidden, intermediate, read, format, activation, name, router_weight)
 
     def take(self, ids: Sequence[int]) -> ExpertWeights:

@@ -7,9 +7,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any
 
 from ktmoe import arrays
 from ktmoe._native import core
@@ -19,6 +17,7 @@ from ktmoe.background.worker import jobs
 from ktmoe.cache.opened import Cache
 from ktmoe.errors import asking
 from ktmoe.linear_arrays import checked, checked_ids, gradient_target, rows_target, target_of
+from ktmoe.linear_products import compute
 from ktmoe.linear_rows import read_rows, read_rows_of_export
 from ktmoe.linear_weights import LinearSpec, LinearWeights
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -27,8 +26,6 @@ from ktmoe.machine.numa import placement_of
 from ktmoe.matrix import Matrix
 from ktmoe.packed_weights import PackedWeights
 from ktmoe.weights.formats import WeightFormat
-
-T = TypeVar("T")
 
 
 class Linear(PackedWeights[PackedMatrix]):
@@ -252,65 +249,3 @@ class Linear(PackedWeights[PackedMatrix]):
         chosen: Backend, weights: LinearWeights, plan: Plan, progress: Progress | None, arenas: Arenas | None
     ) -> PackedMatrix:
         return chosen.pack_linear(weights, plan, progress) if arenas is None else chosen.map_linear(weights, plan, arenas)
-
-
-def compute(
-    linears: Sequence[Linear],
-    x: np.ndarray,
-    columns: Sequence[int],
-    outs: Sequence[np.ndarray],
-    dispatches: Sequence[Sequence[int]] = ((0,),),
-) -> None:
-    """Write y of each Linear into its out. columns: of x, the first one that each takes. dispatches: which of the Linears are
-    computed at once, which lie on the same NUMA nodes."""
-    packed: list[Any] = [linear._open_for("forward") for linear in linears]  # all, before anything is written
-    if not x.shape[0]:
-        return
-    x = arrays.contiguous(x)
-    native = all(isinstance(each, core.PackedLinear) for each in packed)
-    if native and len(dispatches) == 1:
-        core.linear_forward(packed, x, columns, outs)
-        return
-    for those in dispatches:
-        if native or all(isinstance(packed[i], core.PackedLinear) for i in those):
-            core.linear_forward(_those(packed, those), x, _those(columns, those), _those(outs, those))
-            continue
-        for i in those:
-            linear, column = linears[i], columns[i]
-            with asking(linear.backend, linear.name):
-                packed[i].forward(arrays.contiguous(x[:, column : column + linear.shape[1]]), outs[i])
-
-
-def differentiate(
-    linears: Sequence[Linear],
-    grads: Sequence[np.ndarray],
-    outs: Sequence[np.ndarray],
-    dispatches: Sequence[Sequence[int]],
-) -> None:
-    """The gradients of what linears take, or their sum where outs has one array, rounded once. dispatches: see compute()."""
-    packed: list[Any] = [linear._open_for("backward") for linear in linears]
-    native = all(isinstance(each, core.PackedLinear) for each in packed)
-    if native and len(dispatches) == 1:
-        core.linear_backward(packed, grads, outs)
-        return
-    if native and len(outs) == len(linears):
-        for those in dispatches:
-            core.linear_backward(_those(packed, those), _those(grads, those), _those(outs, those))
-        return
-    sums = np.zeros((len(outs), *outs[0].shape), np.float32)
-    one = np.empty_like(sums[0])
-    for those in dispatches if native else [(i,) for i in range(len(linears))]:
-        first = those[0]
-        if native:
-            core.linear_backward(_those(packed, those), _those(grads, those), [one])
-        elif len(one):
-            with asking(linears[first].backend, linears[first].name):
-                packed[first].backward(arrays.contiguous(grads[first]), one)
-        with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN are results like others
-            sums[first % len(outs)] += one
-    for out, total in zip(outs, sums, strict=True):
-        out[...] = total if out.dtype == np.float32 else total.astype(arrays.BF16).view(np.uint16)
-
-
-def _those(items: Sequence[T], which: Sequence[int]) -> list[T]:
-    return [items[i] for i in which]

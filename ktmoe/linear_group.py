@@ -13,8 +13,9 @@ from ktmoe.arrays import AnyArray, FloatArray
 from ktmoe.backends.base import Progress
 from ktmoe.background.worker import jobs
 from ktmoe.errors import InputError
-from ktmoe.linear import Linear, compute, differentiate
+from ktmoe.linear import Linear
 from ktmoe.linear_arrays import checked, fitting_each, gradient_target, items_of, new_output, target_of
+from ktmoe.linear_products import compute, differentiate
 from ktmoe.machine.numa import Placement
 from ktmoe.matrix import Matrix
 from ktmoe.matrix_cuts import take_rows

@@ -12,9 +12,10 @@ from ktmoe._native import core
 from ktmoe.dequantization import dequantize, in_rows
 from ktmoe.matrix import Matrix
 from ktmoe.weights.elements import NUMBERS
-from ktmoe.weights.formats import Factor, WeightFormat, ZeroPoint
+from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.offsets import ZeroPoint
 from ktmoe.weights.order import ROWS
-from ktmoe.weights.scales import Scale
+from ktmoe.weights.scales import Factor, Scale
 
 #: Weights that are dequantised at a time: each is some float64 numbers.
 AT_ONCE = 1 << 18

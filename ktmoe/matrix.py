@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,8 @@ from ktmoe.arrays import contiguous
 from ktmoe.errors import FormatError
 from ktmoe.messages import show
 from ktmoe.weights.elements import NUMBERS
-from ktmoe.weights.formats import WeightFormat, ZeroPoint
+from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.offsets import ZeroPoint
 from ktmoe.weights.order import Order, SourceOrder
 
 #: The arrays that a Matrix may have besides its bias.
@@ -93,7 +95,8 @@ class Matrix:
         if order == self.format.order:
             return self
         other = replace(self.format, order=order)
-        return replace(self, format=other, **other.from_rows(self.format.rows(self.stored, *self.shape), *self.shape))
+        arrays: dict[str, Any] = other.from_rows(self.format.rows(self.stored, *self.shape), *self.shape)
+        return replace(self, format=other, **arrays)
 
     def refuse(self) -> None:
         """Raise FormatError for the first number that stands for no real one; it names the tensor, the array and the place.
@@ -103,8 +106,8 @@ class Matrix:
             Traceback (most recent call last):
             ktmoe.errors.FormatError: a: weight [0, 1] is nan; expected a finite number
         """
-        element, offset = self.format.element, self.format.offset
-        groups = self.format.shown_groups(self.stored)
+        element, offset, stored = self.format.element, self.format.offset, self.stored
+        groups = self.format.shown_groups(stored)
         for label, scale in self.format.scales.items():
             _refuse(f"{self.name}: {label.removesuffix('s')}", groups[label], scale.numbers)
         if at := self.format.order.first_spare(self.codes):
@@ -113,13 +116,14 @@ class Matrix:
         if element.family in NUMBERS or None in element.values or too_wide:
             _refuse(f"{self.name}: weight", self.codes, element.numbers)
         if self.format.factor:
-            _refuse(f"{self.name}: factor", self.factor)
-            if self.format.factor.divides and not self.factor.all():
-                raise FormatError(f"{self.name}: factor {np.argwhere(self.factor == 0)[0].tolist()} is 0, which cannot divide")
+            factor = stored["factor"]
+            _refuse(f"{self.name}: factor", factor)
+            if self.format.factor.divides and not factor.all():
+                raise FormatError(f"{self.name}: factor {np.argwhere(factor == 0)[0].tolist()} is 0, which cannot divide")
         if isinstance(offset, ZeroPoint):
-            points = self.format.group_rows(self.stored)["offsets"]
-            if (at := np.argwhere(points > 15)).size:
-                raise FormatError(f"{self.name}: zero point {at[0].tolist()} is {points[tuple(at[0])]}; expected 0 to 15")
+            points = self.format.group_rows(stored)["offsets"]
+            if (wrong := np.argwhere(points > 15)).size:
+                raise FormatError(f"{self.name}: zero point {wrong[0].tolist()} is {points[tuple(wrong[0])]}; expected 0 to 15")
         if self.bias is not None:
             _refuse(f"{self.name}: bias", self.bias)
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from ktmoe.errors import FormatError
 from ktmoe.matrix import Matrix
-from ktmoe.weights.formats import Factor, WeightFormat
+from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.scales import Factor
 
 
 def check_rows(name: str, weight_format: WeightFormat, n: int, first: int, last: int) -> None:
@@ -33,8 +34,9 @@ def take_rows(matrix: Matrix, first: int, last: int, name: str | None = None) ->
     check_rows(matrix.name, weight_format, n, first, last)
     arrays = _cut(matrix, 0, (first, k), (last, k))
     if weight_format.factor and weight_format.factor.per_row:
-        arrays["factor"] = matrix.factor[first:last]
-    arrays["bias"] = None if matrix.bias is None else matrix.bias[first:last]
+        arrays["factor"] = arrays["factor"][first:last]
+    if matrix.bias is not None:
+        arrays["bias"] = matrix.bias[first:last]
     return Matrix(f"{matrix.name}[{first}:{last}]" if name is None else name, weight_format, (last - first, k), **arrays)
 
 
@@ -50,8 +52,8 @@ def take_columns(matrix: Matrix, first: int, last: int) -> Matrix:
             f"{matrix.name}: {weight_format.description}: expected columns within 0 to {k} in multiples of {unit}, "
             f"found {first} to {last}"
         )
-    arrays = _cut(matrix, 1, (n, first), (n, last)) | {"bias": matrix.bias}
-    return Matrix(f"{matrix.name}[:, {first}:{last}]", weight_format, (n, last - first), **arrays)
+    arrays = _cut(matrix, 1, (n, first), (n, last))
+    return Matrix(f"{matrix.name}[:, {first}:{last}]", weight_format, (n, last - first), bias=matrix.bias, **arrays)
 
 
 def _cut(matrix: Matrix, dimension: int, first: tuple[int, int], last: tuple[int, int]) -> dict[str, np.ndarray]:
@@ -116,6 +118,6 @@ def _per_row(weight_format: WeightFormat) -> WeightFormat:
 
 def _array(matrix: Matrix, label: str, weight_format: WeightFormat) -> np.ndarray:
     array = getattr(matrix, label)
-    if label == "factor" and weight_format.factor.per_row and not matrix.format.factor.per_row:
+    if label == "factor" and matrix.format.factor != weight_format.factor:  # one per matrix becomes one per row
         return np.repeat(array, matrix.shape[0])
     return array

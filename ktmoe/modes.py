@@ -35,7 +35,8 @@ class Mode:
 
     def block_rules(self) -> tuple[core.BlockRule | None, core.BlockRule | None]:
         """What rounds x and h, as packed layers take it."""
-        return tuple(rule and block_rule(rule) for rule in (self.x, self.h))
+        x, h = (None if rule is None else block_rule(rule) for rule in (self.x, self.h))
+        return x, h
 
 
 def mode_of(name: str) -> Mode:

@@ -13,8 +13,10 @@ from helpers import BF16, integers, minima_of, super_scaled
 from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer
 from ktmoe.experts import PROJECTIONS
 from ktmoe.weights.elements import E2M1, INT4, Element
-from ktmoe.weights.formats import Minimum, Scale, WeightFormat, ZeroPoint
+from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.offsets import Minimum, ZeroPoint
 from ktmoe.weights.order import ROWS
+from ktmoe.weights.scales import Scale
 
 ALPHA = 2.0**30
 

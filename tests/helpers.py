@@ -17,8 +17,10 @@ from ktmoe.experts import PROJECTIONS
 from ktmoe.machine import numa
 from ktmoe.weights import formats
 from ktmoe.weights.elements import E2M1, E4M3, E5M2, INT4, INT8_PLUS_128, UINT4, Element
-from ktmoe.weights.formats import F16, F32, FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, int8, nvfp4, uint4
+from ktmoe.weights.formats import F16, F32, FP8_PER_ROW, MXFP8, fp8, int8, nvfp4, uint4
+from ktmoe.weights.offsets import Minimum, ZeroPoint
 from ktmoe.weights.order import AWQ, GPTQ, TRANSPOSED
+from ktmoe.weights.scales import Factor
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DEEPSEEK = GatedActivation(limit=10.0)

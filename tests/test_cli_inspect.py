@@ -19,6 +19,7 @@ from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import memory
 from ktmoe.measuring import LimitMeter, inspection, limits
 from ktmoe.measuring.limits import Limits
+from ktmoe.measuring.speed import Speed
 from ktmoe.weights.formats import FORMATS
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 128, 256
@@ -256,9 +257,9 @@ def test_bytes_of_a_token(whole_model, inspect, monkeypatch):
 
 def test_the_fastest_kernels_set_the_limit():
     """Layers may have kernels of different instruction sets."""
-    found = inspection.Speed({isa: Limits(isa, read, 1.0) for isa, read in (("a", 1e9), ("b", 3e9), ("c", 2e9))}, {})
+    found = Speed({isa: Limits(isa, read, 1.0) for isa, read in (("a", 1e9), ("b", 3e9), ("c", 2e9))}, {})
     assert found.read == 3e9
-    assert inspection.Speed({}, {}).read is None
+    assert Speed({}, {}).read is None
 
 
 def test_text_of_a_token(whole_model, capsys, monkeypatch):

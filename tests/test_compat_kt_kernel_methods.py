@@ -16,9 +16,10 @@ from ktmoe.compat.export import RankBuffers
 from ktmoe.errors import FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertSpec
 from ktmoe.quantization import quantize
-from ktmoe.weights.formats import FORMATS, Factor, fp8, int4
+from ktmoe.weights.formats import FORMATS, fp8, int4
 from ktmoe.weights.ggml import GGML
 from ktmoe.weights.order import GPTQ
+from ktmoe.weights.scales import Factor
 
 #: method -> the formats that it takes, of FORMATS.
 TAKEN = {

@@ -33,10 +33,11 @@ CLASSES = {name: node for name, node in DEFINED.items() if isinstance(node, ast.
 
 
 def with_bases(node: ast.ClassDef) -> dict[str, ast.stmt]:
-    """The members of a class, those of its bases included."""
+    """The members of a class, those of its bases in this file included."""
     found = {}
-    for base in node.bases:
-        found |= with_bases(WRITTEN[ast.unparse(base)])
+    for base in map(ast.unparse, node.bases):
+        if base in WRITTEN:
+            found |= with_bases(WRITTEN[base])
     return found | defined(node.body)
 
 

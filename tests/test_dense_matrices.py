@@ -17,8 +17,9 @@ from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.dense import find_matrix
 from ktmoe.weights.formats import BF16 as BF16_FORMAT
 from ktmoe.weights.formats import F32 as F32_FORMAT
-from ktmoe.weights.formats import MXFP8, Factor, fp8
+from ktmoe.weights.formats import MXFP8, fp8
 from ktmoe.weights.ggml import GGML, TYPES
+from ktmoe.weights.scales import Factor
 
 NAME = "model.layers.3.self_attn.q_proj"
 #: Schemes of which each matrix has tensors of its own.

@@ -26,7 +26,8 @@ from ktmoe import MXFP4, int4
 from ktmoe._native import core
 from ktmoe.weights.elements import E2M1, INT4, INT8, Element
 from ktmoe.weights.folding import ROUNDING
-from ktmoe.weights.formats import Scale, WeightFormat, uint4
+from ktmoe.weights.formats import WeightFormat, uint4
+from ktmoe.weights.scales import Scale
 
 
 @pytest.fixture(scope="module", params=[name for name, subject in ways.SUBJECTS.items() if subject.activations != "int8"])

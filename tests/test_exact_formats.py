@@ -27,8 +27,9 @@ from helpers import BF16, FORMATS, folds
 from ktmoe import MXFP4, Scale, WeightFormat, int4
 from ktmoe._native import core
 from ktmoe.weights.elements import E2M1, E4M3, INT4, INT8
-from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, Factor, fp8, int8, nvfp4, uint4
+from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, fp8, int8, nvfp4, uint4
 from ktmoe.weights.order import AWQ, GPTQ, Order
+from ktmoe.weights.scales import Factor
 
 
 @pytest.fixture(scope="module", params=[name for name, subject in ways.SUBJECTS.items() if subject.activations == "bf16"])

@@ -12,7 +12,7 @@ from exact import down_layer, forward, odd_scales, random_codes, weights_of
 from helpers import SUPER_SCALED, WHOLE
 
 from ktmoe._native import core
-from ktmoe.weights.formats import Minimum
+from ktmoe.weights.offsets import Minimum
 
 
 @pytest.fixture(scope="module", params=[name for name, subject in ways.SUBJECTS.items() if subject.activations == "bf16"])

@@ -13,8 +13,10 @@ from ktmoe._native import core
 from ktmoe.errors import FormatError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, E5M2, FP16, FP32, INT4, INT8, INT8_PLUS_128, UINT4, Element
-from ktmoe.weights.formats import FP8_PER_MATRIX, FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, int8, nvfp4, uint4
+from ktmoe.weights.formats import FP8_PER_MATRIX, FP8_PER_ROW, MXFP8, fp8, int8, nvfp4, uint4
+from ktmoe.weights.offsets import Minimum, ZeroPoint
 from ktmoe.weights.order import AWQ, GPTQ, TRANSPOSED, Order
+from ktmoe.weights.scales import Factor
 
 UE8M0 = Scale("ue8m0", (1, 32))
 VALUES = {

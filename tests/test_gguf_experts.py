@@ -164,7 +164,7 @@ def test_what_cannot_be_made(tmp_path):
 
 def test_nothing_is_left_of_a_model_that_is_not_whole(tmp_path, monkeypatch):
     calls = iter(range(3))
-    monkeypatch.setattr("ktmoe.synthetic.gguf.GgufTensor.read", lambda *_: bytes(8) if next(calls) < 2 else 1 / 0)
+    monkeypatch.setattr("ktmoe.synthetic.gguf.GgufTensor.read", lambda *_: np.zeros(8, np.uint8) if next(calls) < 2 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_gguf(tmp_path, **SIZES, splits=2)
     assert not list(tmp_path.iterdir())

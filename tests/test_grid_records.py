@@ -13,12 +13,11 @@ from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError
 from ktmoe.synthetic.gguf import weights
 from ktmoe.weights.elements import INT8
-from ktmoe.weights.formats import Scale
 from ktmoe.weights.ggml import GRIDS
 from ktmoe.weights.grid_records import GridRecords, TernaryRecords
 from ktmoe.weights.grids import Grid
 from ktmoe.weights.records import Field, Piece, plain, span
-from ktmoe.weights.scales import SCALE_KINDS
+from ktmoe.weights.scales import SCALE_KINDS, Scale
 
 GOLDEN = np.load(FILE)
 OF_GRIDS = {name: weight_format for name, weight_format in GRIDS.items() if isinstance(weight_format.order, GridRecords)}

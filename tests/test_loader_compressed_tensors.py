@@ -12,7 +12,8 @@ from ktmoe.loaders.base import find_loader
 from ktmoe.weights import formats
 from ktmoe.weights.activation import SILU
 from ktmoe.weights.elements import INT4, INT8_PLUS_128
-from ktmoe.weights.formats import Factor, WeightFormat
+from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.scales import Factor
 
 SCHEME = SCHEMES["int4"]
 EXPERT = "model.layers.0.mlp.experts.0"

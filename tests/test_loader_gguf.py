@@ -17,8 +17,8 @@ from ktmoe.loaders.base import find_layers, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.model_config import SWIGLU_OAI
 from ktmoe.measuring.inspection import top_k_of
-from ktmoe.weights.formats import Factor
 from ktmoe.weights.ggml import GGML, TYPES
+from ktmoe.weights.scales import Factor
 
 KINDS = {"gate": Q4_0, "up": Q8_0, "down": F32}
 EXPERTS, HIDDEN, INTERMEDIATE = 3, 64, 128

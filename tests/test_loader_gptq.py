@@ -11,8 +11,9 @@ from ktmoe.errors import FormatError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.base import find_loader
 from ktmoe.weights.elements import INT4
-from ktmoe.weights.formats import Factor, WeightFormat, int4, uint4
+from ktmoe.weights.formats import WeightFormat, int4, uint4
 from ktmoe.weights.order import GPTQ
+from ktmoe.weights.scales import Factor
 
 EXPERT = "model.layers.0.mlp.experts.0"
 

@@ -10,8 +10,8 @@ from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.base import find_loader
 from ktmoe.weights import formats
 from ktmoe.weights.elements import INT8
-from ktmoe.weights.formats import Factor, WeightFormat
-from ktmoe.weights.scales import Scale
+from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.scales import Factor, Scale
 
 EXPERT = "model.layers.0.mlp.experts.0"
 

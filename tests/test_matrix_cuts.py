@@ -9,8 +9,9 @@ from ktmoe import BF16, FP8_PER_MATRIX, FP8_PER_ROW, Matrix, fp8, int4, nvfp4, u
 from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError
 from ktmoe.matrix_cuts import join_rows, joined_format, take_columns, take_rows
-from ktmoe.weights.formats import FORMATS, Factor
+from ktmoe.weights.formats import FORMATS
 from ktmoe.weights.order import AWQ, GPTQ, TRANSPOSED
+from ktmoe.weights.scales import Factor
 
 MORE = {
     "FP8 per matrix": FP8_PER_MATRIX,

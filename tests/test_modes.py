@@ -14,7 +14,7 @@ from ktmoe.backends.base import Found, Missing, select
 from ktmoe.backends.choice import choose_backend
 from ktmoe.errors import UnavailableError
 from ktmoe.weights.elements import E2M1, E4M3, E5M2, INT4, INT8, UINT4, Element
-from ktmoe.weights.formats import Minimum, ZeroPoint
+from ktmoe.weights.offsets import Minimum, ZeroPoint
 
 #: A codebook that integers of at most 16 cannot stand for.
 UNEVEN = WeightFormat(

@@ -30,9 +30,11 @@ from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError
 from ktmoe.quantization import source
 from ktmoe.weights.elements import E2M1, FAMILIES, Element
-from ktmoe.weights.formats import F16, F32, MXFP8, Minimum, Scale, WeightFormat, fp8, int8, uint4
+from ktmoe.weights.formats import F16, F32, MXFP8, WeightFormat, fp8, int8, uint4
 from ktmoe.weights.ggml import GRIDS
+from ktmoe.weights.offsets import Minimum
 from ktmoe.weights.order import Order
+from ktmoe.weights.scales import Scale
 
 GOLDEN = Path(__file__).parent / "golden"
 PANEL, BLOCK = 64, 32

@@ -11,7 +11,8 @@ from helpers import B16, FORMATS, random_experts, reading
 from ktmoe import MXFP4, ExpertWeights, Matrix, MoELayer, backends, int4
 from ktmoe.errors import FormatError
 from ktmoe.weights.elements import E2M1
-from ktmoe.weights.formats import MXFP8, Scale, WeightFormat, fp8, nvfp4
+from ktmoe.weights.formats import MXFP8, WeightFormat, fp8, nvfp4
+from ktmoe.weights.scales import Scale
 
 #: hidden, intermediate, format, bytes a weight of the checkpoint: codes and their share of a scale, a zero point, a factor.
 MODELS = {

@@ -17,7 +17,8 @@ from ktmoe._native import core
 from ktmoe.errors import InputError, OutOfMemoryError
 from ktmoe.experts import ROUTER_WEIGHTS
 from ktmoe.machine import numa
-from ktmoe.weights.formats import FP8_PER_ROW, Factor, fp8, nvfp4
+from ktmoe.weights.formats import FP8_PER_ROW, fp8, nvfp4
+from ktmoe.weights.scales import Factor
 
 pytestmark = pytest.mark.usefixtures("three_nodes")
 #: Fewer threads than shards, as many, uneven teams, more than one a CPU.

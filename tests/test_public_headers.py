@@ -16,7 +16,7 @@ from ktmoe import ExpertWeights, Matrix
 from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.backends.base import Plan
-from ktmoe.weights.formats import Minimum
+from ktmoe.weights.offsets import Minimum
 
 INCLUDE = Path(ktmoe.get_include())
 PANEL, BLOCK = 64, 32

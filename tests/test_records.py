@@ -11,9 +11,10 @@ from ktmoe import Matrix, WeightFormat
 from ktmoe.dequantization import read
 from ktmoe.errors import FormatError, InputError
 from ktmoe.weights.elements import BFLOAT16, INT4, INT8, UINT4
-from ktmoe.weights.formats import Scale, ZeroPoint
 from ktmoe.weights.ggml import GGML, TYPES
+from ktmoe.weights.offsets import ZeroPoint
 from ktmoe.weights.records import Field, Piece, Plane, Records, plain
+from ktmoe.weights.scales import Scale
 
 GOLDEN = np.load(FILE)
 every_type = pytest.mark.parametrize("name", IN_RECORDS)

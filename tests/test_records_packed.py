@@ -14,10 +14,10 @@ from ktmoe.backends.base import Plan
 from ktmoe.errors import FormatError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.weights.elements import INT4, INT8
-from ktmoe.weights.formats import Factor
 from ktmoe.weights.ggml import GGML
 from ktmoe.weights.order import ROWS
 from ktmoe.weights.records import Field, Piece, Plane, Records, plain
+from ktmoe.weights.scales import Factor
 
 BACKEND = "fp32_lut"
 PER_ROW = Factor(per_row=True)

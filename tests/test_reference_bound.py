@@ -12,7 +12,8 @@ from ktmoe.matrix import Matrix
 from ktmoe.reference import EXP_RELATIVE_ERROR, ROUTER_WEIGHTS, TINY, UNIT, activate, forward, round_bfloat16
 from ktmoe.weights.activation import SILU
 from ktmoe.weights.elements import Element
-from ktmoe.weights.formats import BF16, MXFP4, Scale, WeightFormat, int4
+from ktmoe.weights.formats import BF16, MXFP4, WeightFormat, int4
+from ktmoe.weights.scales import Scale
 
 
 @pytest.mark.cover("values")

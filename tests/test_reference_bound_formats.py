@@ -11,7 +11,9 @@ from simulated import label, linear, linear_ratio, simulated_linear
 from ktmoe.matrix import Matrix
 from ktmoe.reference import TINY, UNIT
 from ktmoe.weights.elements import E4M3, INT4, UINT4
-from ktmoe.weights.formats import FP8_PER_ROW, Minimum, Scale, WeightFormat, fp8, int4, nvfp4
+from ktmoe.weights.formats import FP8_PER_ROW, WeightFormat, fp8, int4, nvfp4
+from ktmoe.weights.offsets import Minimum
+from ktmoe.weights.scales import Scale
 
 
 @pytest.mark.parametrize("format", [int4(16), fp8(block=(1, 16)), WeightFormat(INT4, Scale("fp16", (1, 16)))], ids=label)

@@ -15,8 +15,10 @@ from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.matrix import Matrix
 from ktmoe.reference import ROUTER_WEIGHTS, TINY, dequantize, folds, forward, round_bfloat16
 from ktmoe.weights.elements import E2M1, INT4, Element
-from ktmoe.weights.formats import BF16, MXFP4, MXFP8, Factor, Minimum, Scale, WeightFormat, fp8, int4, nvfp4, uint4
+from ktmoe.weights.formats import BF16, MXFP4, MXFP8, WeightFormat, fp8, int4, nvfp4, uint4
+from ktmoe.weights.offsets import Minimum
 from ktmoe.weights.order import GPTQ
+from ktmoe.weights.scales import Factor, Scale
 
 GREATEST = (2 - 2.0**-7) * 2.0**127
 

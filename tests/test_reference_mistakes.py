@@ -10,8 +10,10 @@ from simulated import label, options, simulated_forward
 from ktmoe.experts import ExpertWeights
 from ktmoe.reference import dequantize, forward, round_bfloat16
 from ktmoe.weights.elements import E5M2, UINT4
-from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, MXFP8, Minimum, Scale, WeightFormat, fp8, int4, nvfp4, uint4
+from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, MXFP8, WeightFormat, fp8, int4, nvfp4, uint4
+from ktmoe.weights.offsets import Minimum
 from ktmoe.weights.order import AWQ, GPTQ, Order
+from ktmoe.weights.scales import Scale
 
 
 def differ_somewhere(rng, arrays, where):

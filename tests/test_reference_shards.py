@@ -32,7 +32,8 @@ from ktmoe.reference import (
 )
 from ktmoe.weights.activation import SILU
 from ktmoe.weights.elements import E2M1
-from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, Scale, WeightFormat, fp8, int4, nvfp4
+from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, WeightFormat, fp8, int4, nvfp4
+from ktmoe.weights.scales import Scale
 
 
 def cuts(format, intermediate, shards):

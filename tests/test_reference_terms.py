@@ -15,7 +15,9 @@ from ktmoe.reference import ROUTER_WEIGHTS, TINY, forward, splits
 from ktmoe.reference.weights import term_sizes
 from ktmoe.weights import folding
 from ktmoe.weights.elements import E2M1, INT4, UINT4, Element
-from ktmoe.weights.formats import BF16, MXFP4, Factor, Minimum, Scale, WeightFormat, int4, nvfp4, uint4
+from ktmoe.weights.formats import BF16, MXFP4, WeightFormat, int4, nvfp4, uint4
+from ktmoe.weights.offsets import Minimum
+from ktmoe.weights.scales import Factor, Scale
 
 INT4_32 = int4(32)
 E2M1_64 = WeightFormat(E2M1, Scale("bf16", (1, 64)))

@@ -24,7 +24,8 @@ from ktmoe.reference.transposed import (
     transposed,
     weight_bits,
 )
-from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, MXFP8, Minimum, fp8, int4, int8, nvfp4
+from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, MXFP8, fp8, int4, int8, nvfp4
+from ktmoe.weights.offsets import Minimum
 
 
 def test_blocks_of_two_numbers_are_the_driver_s():

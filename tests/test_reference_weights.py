@@ -15,8 +15,10 @@ from ktmoe.errors import FormatError
 from ktmoe.matrix import Matrix
 from ktmoe.reference import TINY, dequantize, round_bfloat16
 from ktmoe.weights.elements import E2M1, UINT4
-from ktmoe.weights.formats import BF16, MXFP4, MXFP8, Minimum, Scale, WeightFormat, fp8, int4, nvfp4, uint4
+from ktmoe.weights.formats import BF16, MXFP4, MXFP8, WeightFormat, fp8, int4, nvfp4, uint4
+from ktmoe.weights.offsets import Minimum
 from ktmoe.weights.order import AWQ, GPTQ
+from ktmoe.weights.scales import Scale
 
 # dequantize
 

@@ -11,8 +11,9 @@ from ktmoe.errors import FormatError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.vllm.parameters import Parameters
 from ktmoe.weights.elements import INT4
-from ktmoe.weights.formats import FORMATS, MXFP4, Factor, WeightFormat, fp8, int4, uint4
+from ktmoe.weights.formats import FORMATS, MXFP4, WeightFormat, fp8, int4, uint4
 from ktmoe.weights.order import GPTQ
+from ktmoe.weights.scales import Factor
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 128, 3

@@ -53,6 +53,8 @@ def formats() -> ktmoe.ExpertWeights:
     custom = ktmoe.WeightFormat(ktmoe.MXFP4.element, ktmoe.Scale("fp32", (1, 64)), factor=ktmoe.Factor(per_row=True))
     print(custom.description, custom.arrays(8, 64)["codes"][1], ktmoe.int4(32) == ktmoe.nvfp4())
     experts = ktmoe.ExpertWeights(8, 64, 64, read, {"gate": ktmoe.BF16, "up": ktmoe.BF16, "down": ktmoe.BF16}, ktmoe.SILU)
+    arrays = np.zeros((8, 64, 32), np.uint8), np.ones((8, 64, 2), np.float16), np.zeros((8, 64, 2), np.uint8)
+    print(ktmoe.ExpertWeights.from_arrays(arrays, arrays, arrays, format=ktmoe.uint4(32)))
     return ktmoe.quantize(experts.take([0, 1]), "mxfp4")
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ktmoe.backends.base import Plan, Stored
+from ktmoe.backends.base import Packed, PackedMatrix, Plan, Stored
 from ktmoe.experts import ExpertSpec, ExpertWeights
 from ktmoe.machine.topology import Domain
 from ktmoe.matrix import Matrix
@@ -113,7 +113,8 @@ class _PackedExperts:
     ) -> NDArray[np.uint8]: ...
     def read_seconds(self, table: KernelTable, offset: int, nbytes: int, streams: int = 1) -> float: ...
 
-class PackedLayer(_PackedExperts):
+# Cython's classes cannot inherit the last base: ktmoe.backends.native registers them with it.
+class PackedLayer(_PackedExperts, Packed):  # type: ignore[misc, override]  # nobody sets nbytes
     def forward(
         self,
         x: np.ndarray,
@@ -169,7 +170,7 @@ class PackedLayer(_PackedExperts):
         out: np.ndarray,
     ) -> None: ...
 
-class PackedLinear(_PackedExperts):
+class PackedLinear(_PackedExperts, PackedMatrix):  # type: ignore[misc, override]
     def forward(self, x: np.ndarray, out: np.ndarray) -> None: ...
     def backward(self, grad_y: np.ndarray, grad_x: np.ndarray) -> None: ...
     def read_rows(self, numbers: NDArray[np.int64], arrays: Mapping[str, np.ndarray]) -> None: ...

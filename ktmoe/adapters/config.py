@@ -130,7 +130,7 @@ class AdapterConfig:
         alpha = self._alphas.value(name, self._values.get("lora_alpha", 8))
         if type(rank) is not int or not 1 <= rank < 2**31:
             raise self._wrong("r", "a rank of at least 1", rank)
-        if type(alpha) not in (int, float) or not abs(alpha) < 1e300:
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) < 1e300:
             raise self._wrong("lora_alpha", "a finite number", alpha)
         return rank, alpha / (math.sqrt(rank) if self._rslora else rank)
 

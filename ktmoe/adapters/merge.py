@@ -86,12 +86,13 @@ def merge_adapter(
         raise InputError(f"shard_bytes: expected at least 1, found {shard_bytes}")
     folder = output_folder(out)
     with memory_for(f"{path}: merging"), Source(path, folder) as source:
-        loras = adapter
         if not isinstance(adapter, Mapping):
-            loras = import_adapter(adapter, source.checkpoint.config, experts_only=experts_only)
-        elif not loras or not all(isinstance(lora, Lora) for lora in loras.values()):
+            given: Mapping[int, Lora] = import_adapter(adapter, source.checkpoint.config, experts_only=experts_only)
+        elif adapter and all(isinstance(lora, Lora) for lora in adapter.values()):
+            given = adapter
+        else:
             raise InputError("adapter: expected a folder or {layer: Lora}")
-        loras = {naming.layer_key(layer): lora for layer, lora in loras.items()}
+        loras = {naming.layer_key(layer): lora for layer, lora in given.items()}
         made = _plan(source, loras, dequantize, shard_bytes)
         dropped = source.quantized if made.layers else []
         task = Task(

@@ -125,16 +125,16 @@ def _add(weights: np.ndarray, out: np.ndarray, lora: Lora | None, projection: st
     Sums are float32, in ascending rank, so that no number depends on threads or on a library. Raises FormatError for a result
     that is not finite.
     """
-    pair = None
+    pair, scale = None, np.float32(1)
     if lora is not None and projection in lora.pairs:
-        pair = [_float32(array[expert]) for array in lora.pairs[projection]]
+        pair, scale = [_float32(array[expert]) for array in lora.pairs[projection]], np.float32(lora.scale)
     total, step = Error(), max(1, BLOCK // weights.shape[1])
     for first in range(0, len(weights), step):
         rows = slice(first, first + step)
         with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked at
             exact, change = weights[rows].astype(np.float32), None
             if pair is not None:
-                change = _product(pair[0], pair[1][rows], np.float32(lora.scale))
+                change = _product(pair[0], pair[1][rows], scale)
                 exact += change
             rounded = exact.astype(BF16)
             lost = rounded.astype(np.float32) - exact

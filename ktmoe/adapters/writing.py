@@ -72,7 +72,8 @@ def export_adapter(
     items = [
         item for layer, lora in _checked(loras).items() for item in listed(places.module(layer), _pairs(lora), lora, places)
     ]
-    config = made([item.target for item in items], fused_experts, places.folder and str(places.folder))
+    model_folder = None if places.folder is None else str(places.folder)
+    config = made([item.target for item in items], fused_experts, model_folder)
     _make(folder, overwrite)
     tensors = sorted((each for item in items for each in item.tensors), key=lambda each: each[1] != "F32")
     with (
@@ -110,10 +111,11 @@ def _checked(loras: Mapping[int, Lora]) -> dict[int, Lora]:
 
 def _pairs(lora: Lora) -> dict[str, Pair]:
     """The pairs of an adapter, with the dtype bfloat16 where they are its bits in uint16."""
-    return {
-        projection: tuple(array.view(BF16) if array.dtype == np.uint16 else array for array in pair)
-        for projection, pair in lora.pairs.items()
-    }
+
+    def typed(array: np.ndarray) -> np.ndarray:
+        return array.view(BF16) if array.dtype == np.uint16 else array
+
+    return {projection: (typed(a), typed(b)) for projection, (a, b) in lora.pairs.items()}
 
 
 def _parameters(module: str, pairs: Mapping[str, Pair], lora: Lora, places: Places) -> Iterator[_Item]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from ktmoe.machine.numa import UNBOUND, Placement
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.modes import MX, Mode, mode_of
+from ktmoe.weight_spec import WeightSpec
 
 #: What a layer's kernels may be chosen for: calls of a few tokens, or of many.
 TUNED_FOR = ("decode", "prefill")
@@ -198,7 +199,9 @@ class Backend(ABC):
         """
         raise LackingError("cannot start from a packed cache")
 
-    def pack_each(self, experts: ExpertWeights | LinearWeights, plan: Plan) -> Iterator[core.PackedLayer | core.PackedLinear]:
+    def pack_each(
+        self, experts: ExpertWeights | LinearWeights, plan: Plan
+    ) -> Generator[core.PackedLayer | core.PackedLinear, None, None]:
         """Yield a layer of one expert for each expert in turn, packed as pack() packs it: what a packed cache holds.
         Of a dense matrix, yield it, as pack_linear() packs it.
 
@@ -229,7 +232,7 @@ def mode_by(name: str) -> tuple[Mode, str]:
 
 
 def select(
-    modes: Mapping[str, Found], experts: ExpertWeights | None, activations: str, why_not: str | None = None
+    modes: Mapping[str, Found], experts: WeightSpec | None, activations: str, why_not: str | None = None
 ) -> Found | Missing:
     """What lookup() returns for a backend that has these modes for these weights, in the order of its preference.
 

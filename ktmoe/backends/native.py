@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from typing import Any
+from typing import TypeVar, cast
 
 from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
@@ -19,9 +19,13 @@ from ktmoe.experts import ExpertWeights
 from ktmoe.linear_weights import LinearWeights
 from ktmoe.machine import memory, numa, threads
 from ktmoe.machine.numa import UNBOUND, Placement
+from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.modes import MODES, mode_of
+from ktmoe.weight_spec import WeightSpec
 from ktmoe.weights.formats import WeightFormat
+
+P = TypeVar("P", bound=core.PackedLayer | core.PackedLinear)
 
 #: Why the operating system refused an ISA what it has to be asked for. It is not asked again.
 _refused: dict[str, str] = {}
@@ -95,11 +99,11 @@ class NativeBackend(Backend):
         self._rank = rank
 
     @property
-    def modes(self) -> tuple[str, ...]:
+    def modes(self) -> tuple[str, ...]:  # type: ignore[override]  # nobody sets it
         return tuple(dict.fromkeys((*self.isas, *(mode for mode in MODES if mode_of(mode).x))))
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> int:  # type: ignore[override]  # nobody sets it
         """The rank of the best ISA that the backend can use here; if it can use none, of its best one."""
         if self._rank is not None:
             return self._rank
@@ -107,7 +111,7 @@ class NativeBackend(Backend):
         known = [name for name in names[:1] if name in instruction_sets.ISAS]
         return instruction_sets.rank(known[0], core.cpu_features()) if known else 0
 
-    def lookup(self, experts: ExpertWeights | None = None, activations: str = "auto") -> Found | Missing:
+    def lookup(self, experts: WeightSpec | None = None, activations: str = "auto") -> Found | Missing:
         usable, reasons = self._tables(_EXACT)
         if not usable:
             return Missing("; ".join(reasons))
@@ -126,15 +130,15 @@ class NativeBackend(Backend):
         found = {}
         for mode in dict.fromkeys((*self.modes, *asked)):
             able = mode_by(mode)[0].forms
-            form = next((form for form in (*self.forms, able[0]) if form in able and form in served), None)
-            if form:
-                found[mode] = Found(mode, served[form], form)
+            fitting_form = next((form for form in (*self.forms, able[0]) if form in able and form in served), None)
+            if fitting_form:
+                found[mode] = Found(mode, served[fitting_form], fitting_form)
         return select(found, experts, activations, why_not)
 
-    def claim(self, experts: ExpertWeights | None = None, activations: str = "auto") -> Found | Missing:
+    def claim(self, experts: WeightSpec | None = None, activations: str = "auto") -> Found | Missing:
         """lookup(), and asks for the ISA that it found. If that is refused, the next one has its turn."""
         found = self.lookup(experts, activations)
-        while isinstance(found, Found) and (reason := refusal(found.table.name)):
+        while isinstance(found, Found) and found.table and (reason := refusal(found.table.name)):
             _refused[found.table.name] = reason
             found = self.lookup(experts, activations)
         return found
@@ -157,16 +161,24 @@ class NativeBackend(Backend):
     linear = True
 
     def pack_linear(self, weights: LinearWeights, plan: Plan, progress: Progress | None = None) -> core.PackedLinear:
-        return self.pack(weights, plan, progress)
+        return self._pack(core.PackedLinear, weights, weights.staged_nbytes, plan, progress)  # a matrix may be large
 
     def map_linear(self, weights: LinearWeights, plan: Plan, arenas: Arenas) -> core.PackedLinear:
-        return self.map(weights, plan, arenas)
+        return self._map(core.PackedLinear, weights, plan, arenas)
 
     def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None) -> core.PackedLayer:
+        return self._pack(core.PackedLayer, experts, 0, plan, progress)
+
+    def map(self, experts: ExpertWeights, plan: Plan, arenas: Arenas) -> core.PackedLayer:
+        return self._map(core.PackedLayer, experts, plan, arenas)
+
+    def _pack(
+        self, kind: type[P], experts: ExpertWeights | LinearWeights, staged: int, plan: Plan, progress: Progress | None
+    ) -> P:
+        """staged: bytes that packing takes beside the packed ones."""
         found = self._found_for(experts, plan)
-        staged = experts.staged_nbytes if isinstance(experts, LinearWeights) else 0  # a matrix may be large; an expert is not
         memory.require(self.packed_nbytes(experts, plan.placement) + staged, f"{experts.name}: packing {experts.amount}")
-        packed = _layer(found, experts, plan)
+        packed = _layer(kind, found, experts, plan)
         expert_bytes = experts.nbytes // experts.num_experts
         try:
             with closing(_read_ahead(experts)) as read:
@@ -179,13 +191,17 @@ class NativeBackend(Backend):
             raise
         return packed
 
-    def pack_each(self, experts: ExpertWeights | LinearWeights, plan: Plan) -> Iterator[core.PackedLayer | core.PackedLinear]:
+    def pack_each(
+        self, experts: ExpertWeights | LinearWeights, plan: Plan
+    ) -> Generator[core.PackedLayer | core.PackedLinear, None, None]:
         """Yield a layer of one expert for each expert in turn, packed as pack() packs it; the next one takes its place.
         Of a dense matrix, yield it.
 
         Memory is needed for two packed experts and for what is read ahead.
         """
-        one = _layer(self._found_for(experts, plan), experts.take([0]), plan)
+        kind: type[core.PackedLayer | core.PackedLinear]
+        kind = core.PackedLinear if isinstance(experts, LinearWeights) else core.PackedLayer
+        one = _layer(kind, self._found_for(experts, plan), experts.take([0]), plan)
         try:
             with closing(_read_ahead(experts)) as read:
                 for matrices in read:
@@ -195,8 +211,8 @@ class NativeBackend(Backend):
         finally:
             one.close()
 
-    def map(self, experts: ExpertWeights, plan: Plan, arenas: Arenas) -> core.PackedLayer:
-        packed = _layer(self._found_for(experts, plan), experts, plan, arenas.file)
+    def _map(self, kind: type[P], experts: WeightSpec, plan: Plan, arenas: Arenas) -> P:
+        packed = _layer(kind, self._found_for(experts, plan), experts, plan, arenas.file)
         try:
             core.adopt(packed, arenas.seen, arenas.biases, arenas.factors)
         except BaseException:
@@ -204,7 +220,7 @@ class NativeBackend(Backend):
             raise
         return packed
 
-    def _found_for(self, experts: ExpertWeights, plan: Plan) -> Found:
+    def _found_for(self, experts: WeightSpec, plan: Plan) -> Found:
         """How to compute these experts, after the pool was made ready for it. Raises UnavailableError."""
         found = self.claim(experts, plan.activations)  # whoever calls this may not have chosen
         if isinstance(found, Missing):
@@ -213,16 +229,16 @@ class NativeBackend(Backend):
         threads.register_with_threadpoolctl()
         return found
 
-    def packed_nbytes(self, experts: ExpertWeights, placement: Placement = UNBOUND) -> int:
+    def packed_nbytes(self, experts: WeightSpec, placement: Placement = UNBOUND) -> int:
         return experts.num_experts * core.expert_nbytes(experts, _shards(experts, placement))
 
 
-def _layer(found: Found, experts: ExpertWeights, plan: Plan, file: core.ArenaFile | None = None) -> core.PackedLayer:
+def _layer(kind: type[P], found: Found, experts: WeightSpec, plan: Plan, file: core.ArenaFile | None = None) -> P:
     """The layer before packing: nothing is packed, or all is in the file."""
     shards, workers = _shards(experts, plan.placement), threads.threads_of(plan.placement)
     x, h = mode_by(found.activations)[0].block_rules()
-    packed = core.PackedLinear if isinstance(experts, LinearWeights) else core.PackedLayer
-    return packed(found.table, experts, plan, shards, workers, file, found.form, x, h)
+    table = cast("core.KernelTable", found.table)  # which all that lookup() finds here has
+    return kind(table, experts, plan, shards, workers, file, found.form, x, h)
 
 
 def _refusal_of(formats: Iterable[WeightFormat], tables: list[core.KernelTable]) -> str:
@@ -242,20 +258,20 @@ def _refusal_of(formats: Iterable[WeightFormat], tables: list[core.KernelTable])
     return f"it has no instruction set for {' and '.join(sorted({f.description for f in formats}))} together"
 
 
-def _shards(experts: ExpertWeights, placement: Placement) -> list[tuple[int, int]]:
+def _shards(experts: WeightSpec, placement: Placement) -> list[tuple[int, int]]:
     """[(first, last)]: the columns of the intermediate dimension that each shard has."""
     return numa.split(experts.intermediate, experts.shard_unit, placement.shards)
 
 
-def _read_ahead(experts: ExpertWeights) -> Any:
+def _read_ahead(experts: ExpertWeights | LinearWeights) -> Generator[dict[str, Matrix], None, None]:
     """Yields {projection: Matrix} by expert, reading the next ones while the caller packs."""
 
-    def read(expert: Any) -> Any:
+    def read(expert: int) -> dict[str, Matrix]:
         with memory_for(f"{experts.name}: reading {experts.one(expert)}"):
             return {projection: experts.matrix(expert, projection) for projection in experts.projections}
 
     with ThreadPoolExecutor(READ_AHEAD, "ktmoe-read", numa.unpin) as pool:
-        pending = deque()
+        pending: deque[Future[dict[str, Matrix]]] = deque()
         try:
             for expert in range(experts.num_experts):
                 with thread_for(f"{experts.name}: starting a thread to read {experts.one(expert)}"):

@@ -163,7 +163,7 @@ class BackgroundTasks:
             while (key := self._next()) is not None:
                 made = error = None
                 try:
-                    made = self._make(key, lambda done, total, key=key: self._advance(key, done))
+                    made = self._make(key, self._progress_of(key))
                     self._advance(key, self._sizes[key])
                 except BaseException as caught:
                     traceback.clear_frames(caught.__traceback__)  # else they keep the memory that was being filled
@@ -178,14 +178,17 @@ class BackgroundTasks:
 
     def _keep(self, key: Hashable, made: Closable | None, error: BaseException | None) -> None:
         with self._changed:
-            if self._stopped is None and error is None:
-                self._made[key] = made
-            elif self._stopped is None:
+            if self._stopped is None and error is not None:
                 self._failed[key] = error
+            elif self._stopped is None and made is not None:
+                self._made[key] = made
             self._changed.notify_all()
             kept = key in self._made
         if made is not None and not kept:
             made.close()
+
+    def _progress_of(self, key: Hashable) -> Callable[[int, int], object]:
+        return lambda done, total: self._advance(key, done)
 
     def _advance(self, key: Hashable, done: int) -> None:
         with self._reporting:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,7 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
             f"{path}: version: expected {VERSION}, found {show(data.get('version'))}; `ktmoe pack` makes one of this version"
         )
     source, all_layers = data.get("source"), data.get("all_layers")
-    packed = {"layer": data.get("layers"), "matrix": data.get("matrices")}
+    packed: dict[str, Any] = {"layer": data.get("layers"), "matrix": data.get("matrices")}
     if not (isinstance(all_layers, list) and all(isinstance(name, str) for name in all_layers)):
         raise CacheError(f"{path}: all_layers: expected a list of names, found {show(all_layers)}")
     if not (isinstance(source, list) and all(isinstance(entries, dict) for entries in packed.values())):
@@ -182,12 +182,13 @@ def _is_name(value: object) -> bool:
 
 
 def _are_pairs(value: object) -> bool:
-    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
-    return pairs and all(_is_count(number) for pair in value for number in pair)
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value
+    )
 
 
 #: What a field of a record may be, by its name.
-_FITS = {
+_FITS: dict[str, Callable[[Any], bool]] = {
     "name": _is_name,
     "file": _is_name,
     **dict.fromkeys(("digest", "kind", "label"), lambda value: isinstance(value, str)),

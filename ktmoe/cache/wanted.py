@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from ktmoe import backends
 from ktmoe._native import core
@@ -36,7 +37,7 @@ class ToPack:
     def shards(self) -> list[tuple[int, int]]:
         return numa.split(self.weights.intermediate, self.weights.shard_unit, self.placement.shards)
 
-    def each(self) -> Iterator[core.PackedLayer | core.PackedLinear]:
+    def each(self) -> Generator[core.PackedLayer | core.PackedLinear, None, None]:
         """Pack each expert in turn, alone in a layer of these shards; or the matrix."""
         backend, plan = self._chosen()
         with asking(backend, self.weights.name):
@@ -46,10 +47,13 @@ class ToPack:
         """What lies packed in a file."""
         backend, plan = self._chosen()
         chosen = backends.get(backend)
+        mapped: Any  # of the types that pack_each() gives
         with asking(backend, self.weights.name):
             if isinstance(self.weights, LinearWeights):
-                return chosen.map_linear(self.weights, plan, arenas)
-            return chosen.map(self.weights, plan, arenas)
+                mapped = chosen.map_linear(self.weights, plan, arenas)
+            else:
+                mapped = chosen.map(self.weights, plan, arenas)
+        return mapped
 
     def _chosen(self) -> tuple[str, Plan]:
         """The backend, and a plan: packed bytes are the same in all modes."""
@@ -81,6 +85,7 @@ def wanted(
     read = {} if names == [] else load_layers(checkpoint, loader, names)
     if len(read) < len(names or []) or not (read or chosen):
         raise InputError(f"{checkpoint.path}: layers: expected at least one, each once, found {show(names or [])}")
+    found: list[tuple[Item, ExpertWeights | LinearWeights]]
     found = [(Item("layer", name), experts) for name, (_, experts) in read.items()]
     found += [(Item("matrix", name), _weights(checkpoint, name)) for name in chosen]
     items = [ToPack(item, weights, placement_of(weights, numa_nodes)) for item, weights in found]

@@ -11,7 +11,8 @@ from ktmoe import progress_bar
 from ktmoe.cli import options, output, units
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.naming import listed
-from ktmoe.measuring.inspection import Inspection, LayerGroup, Speed, inspect, speed
+from ktmoe.measuring.inspection import Inspection, LayerGroup, inspect
+from ktmoe.measuring.speed import Speed, speed
 from ktmoe.measuring.token_bytes import TokenBytes
 from ktmoe.messages import printable
 from ktmoe.weights.activation import GatedActivation

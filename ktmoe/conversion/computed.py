@@ -22,11 +22,11 @@ def check_computed(quantizer: Quantizer, experts: ExpertWeights) -> None:
     if _computed(quantizer, experts):
         return
     scale = quantizer.format.scale
-    options = {"rule": quantizer.rule.name, "scales": scale and scale.kind}
+    kind = None if scale is None else scale.kind
     others = []
     for group in _GROUPS:
         try:
-            other = Quantizer(quantizer.to, group=group, **options)
+            other = Quantizer(quantizer.to, group=group, rule=quantizer.rule.name, scales=kind)
             storage(other.format)
         except InputError:
             continue

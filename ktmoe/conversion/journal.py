@@ -93,7 +93,7 @@ class Journal:
         write_json(self._path, value, overwrite=True)
 
 
-def _error(weights: object, error: object) -> Error:
+def _error(weights: Any, error: Any) -> Error:
     """Raises ValueError for what no sums of squares are."""
     if not all(type(number) is float and 0 <= number < math.inf for number in (weights, error)):
         raise ValueError("no sums of squares")

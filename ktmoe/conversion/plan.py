@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, KeysView
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ktmoe import loaders
 from ktmoe.conversion import jobs, stated
@@ -18,6 +18,7 @@ from ktmoe.errors import FormatError, InputError, MissingTensorError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import Loader, find_loader, load_layers
+from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.messages import show
 from ktmoe.quantization import Quantizer
@@ -88,10 +89,10 @@ def plan(
             del readers[layer]
     config, note = stated.config(checkpoint.config, stored, list(experts), partly, rest)
     made = ConversionPlan(experts, shards(units, shard_bytes), config, note)
-    wanted = quantizer.format
-    if wanted.element == INT8:  # which is packed so
-        wanted = replace(wanted, element=INT8_PLUS_128)
-    check_result(source, made, wanted)
+    written = quantizer.format
+    if written.element == INT8:  # which is packed so
+        written = replace(written, element=INT8_PLUS_128)
+    check_result(source, made, written)
     return made
 
 
@@ -208,7 +209,7 @@ class _Result:
 
 def check_result(source: Source, made: ConversionPlan, wanted: WeightFormat) -> None:
     """Raise FormatError if ktmoe would not read the result as what it is to be: before a byte of it is written."""
-    result = _Result(source.checkpoint.path, made)
+    result = cast("Checkpoint", _Result(source.checkpoint.path, made))  # loaders ask no more of one here
     for layer, experts in made.layers.items():
         found = find_loader(result, layer=layer).load(result, layer)
         wrong = [each for each in found.formats.values() if each != wanted]

@@ -44,7 +44,7 @@ def config(
     if stored is DEEPSEEK_V4:
         made["expert_dtype"] = "fp4"
         return made, ""
-    found = place.get("quantization_config")
+    found: Any = place.get("quantization_config")
     if any(map(quantized, rest)):
         method = found.get("quant_method") if isinstance(found, dict) else None
         if stored is None or stored.method != "compressed-tensors" or method != stored.method:

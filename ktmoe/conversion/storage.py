@@ -12,7 +12,8 @@ import numpy as np
 
 from ktmoe.errors import InputError
 from ktmoe.matrix import Matrix
-from ktmoe.weights.formats import MXFP4, WeightFormat, ZeroPoint
+from ktmoe.weights.formats import MXFP4, WeightFormat
+from ktmoe.weights.offsets import ZeroPoint
 
 _OF_MODELOPT = (
     "transformers does not know the quant_method modelopt: by itself it does not load the result; ktmoe chat, ktmoe serve and "
@@ -60,21 +61,30 @@ def storage(weight_format: WeightFormat) -> Storage:
     if weight_format == MXFP4:
         return _mx(4, "mxfp4-pack-quantized", ".weight_packed", "U8")
     if element == "E2M1":
-        return _nvfp4(divides=factor.divides)
+        return _nvfp4(divides=factor is not None and factor.divides)
     if element == "E4M3" and scale and scale.kind == "ue8m0":
         return _mx(8, "mxfp8-quantized", ".weight", "F8_E4M3")
     if element == "E4M3":
         return _fp8(weight_format)
-    if element in ("INT8", "INT4", "UINT4") and (factor or (scale.extent[0] == 1 and scale.kind in ("bf16", "fp16"))):
+    of_rows = factor or (scale and scale.extent[0] == 1 and scale.kind in ("bf16", "fp16"))
+    if element in ("INT8", "INT4", "UINT4") and of_rows:
         return _integers(weight_format)
     raise InputError(f"{weight_format.description}: no checkpoint has names for these; choose another group or kind of scales")
+
+
+def _scales(matrix: Matrix) -> np.ndarray:
+    return matrix.stored["scales"]
+
+
+def _factor(matrix: Matrix) -> np.ndarray:
+    return matrix.stored["factor"]
 
 
 #: DeepSeek-V4's own names of MXFP4; quantization_config is that of its other weights.
 DEEPSEEK_V4 = Storage(
     (
         Array(".weight", "I8", lambda n, k: (n, k // 2), lambda matrix: matrix.codes),
-        Array(".scale", "F8_E8M0", lambda n, k: (n, k // 32), lambda matrix: matrix.scales),
+        Array(".scale", "F8_E8M0", lambda n, k: (n, k // 32), _scales),
     ),
     method="",
     unit=32,
@@ -83,7 +93,7 @@ DEEPSEEK_V4 = Storage(
 
 def _mx(bits: int, name: str, ending: str, dtype: str) -> Storage:
     codes = Array(ending, dtype, lambda n, k: (n, k * bits // 8), lambda matrix: matrix.codes)
-    scales = Array(".weight_scale", "U8", lambda n, k: (n, k // 32), lambda matrix: matrix.scales)
+    scales = Array(".weight_scale", "U8", lambda n, k: (n, k // 32), _scales)
     weights = _weights(bits, "float", strategy="group", group_size=32)
     weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
     return Storage((codes, scales), format=name, weights=weights, unit=32)
@@ -91,13 +101,13 @@ def _mx(bits: int, name: str, ending: str, dtype: str) -> Storage:
 
 def _nvfp4(divides: bool) -> Storage:
     codes = Array(".weight_packed" if divides else ".weight", "U8", lambda n, k: (n, k // 2), lambda matrix: matrix.codes)
-    scales = Array(".weight_scale", "F8_E4M3", lambda n, k: (n, k // 16), lambda matrix: matrix.scales)
+    scales = Array(".weight_scale", "F8_E4M3", lambda n, k: (n, k // 16), _scales)
     if divides:
-        whole = Array(".weight_global_scale", "F32", lambda n, k: (1,), lambda matrix: matrix.factor)
+        whole = Array(".weight_global_scale", "F32", lambda n, k: (1,), _factor)
         weights = _weights(4, "float", strategy="tensor_group", group_size=16)
         weights |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
         return Storage((codes, scales, whole), format="nvfp4-pack-quantized", weights=weights, unit=16)
-    whole = Array(".weight_scale_2", "F32", lambda n, k: (), lambda matrix: matrix.factor)
+    whole = Array(".weight_scale_2", "F32", lambda n, k: (), _factor)
     stated = {"quant_algo": "NVFP4", "group_size": 16}
     return Storage((codes, scales, whole), method="modelopt", stated=stated, unit=16, note=_OF_MODELOPT)
 
@@ -107,12 +117,12 @@ def _fp8(weight_format: WeightFormat) -> Storage:
     if scale := weight_format.scale:
         if scale.kind == "fp16":
             raise InputError(f"{weight_format.description}: expected fp32 or bf16 scales, which FP8 checkpoints have")
-        scales = Array(".weight_scale_inv", _DTYPES[scale.kind], scale.shape, lambda matrix: matrix.scales)
+        scales = Array(".weight_scale_inv", _DTYPES[scale.kind], scale.shape, _scales)
         stated = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(scale.extent)}
         return Storage((codes, scales), method="fp8", stated=stated, ignored="modules_to_not_convert")
-    per_row = weight_format.factor.per_row
+    per_row = weight_format.factor is not None and weight_format.factor.per_row
     shape = (lambda n, k: (n, 1)) if per_row else (lambda n, k: (1,))
-    factor = Array(".weight_scale", "F32", shape, lambda matrix: matrix.factor)
+    factor = Array(".weight_scale", "F32", shape, _factor)
     return Storage(
         (codes, factor),
         format="float-quantized",
@@ -124,7 +134,7 @@ def _fp8(weight_format: WeightFormat) -> Storage:
 
 def _integers(weight_format: WeightFormat) -> Storage:
     """compressed-tensors' pack-quantized: unsigned codes along k in int32, lowest bits first, which is their order in bytes."""
-    bits, scale = weight_format.element.bits, weight_format.scale
+    bits, scale, offset = weight_format.element.bits, weight_format.scale, weight_format.offset
 
     def packed(matrix: Matrix) -> np.ndarray:
         return matrix.codes ^ np.uint8(128) if bits == 8 else matrix.codes  # a sign bit that is turned is 128 added
@@ -132,18 +142,19 @@ def _integers(weight_format: WeightFormat) -> Storage:
     arrays = [Array(".weight_packed", "I32", lambda n, k: (n, k * bits // 32), packed)]
     weights = _weights(bits, "int", symmetric=weight_format.offset is None)
     if scale:
-        arrays.append(Array(".weight_scale", _DTYPES[scale.kind], scale.shape, lambda matrix: matrix.scales))
+        arrays.append(Array(".weight_scale", _DTYPES[scale.kind], scale.shape, _scales))
         weights |= {"strategy": "group", "group_size": scale.extent[1]}
     else:
-        arrays.append(Array(".weight_scale", "F32", lambda n, k: (n, 1), lambda matrix: matrix.factor))
+        arrays.append(Array(".weight_scale", "F32", lambda n, k: (n, 1), _factor))
         weights |= {"strategy": "channel"}
-    if isinstance(weight_format.offset, ZeroPoint):
+    if isinstance(offset, ZeroPoint):
+        groups = offset.shape
         arrays.append(
             Array(
                 ".weight_zero_point",
                 "I32",
-                lambda n, k: (-(-n // 8), weight_format.offset.shape(n, k)[1]),
-                lambda matrix: _eights(matrix.offsets),
+                lambda n, k: (-(-n // 8), groups(n, k)[1]),
+                lambda matrix: _eights(matrix.stored["offsets"]),
             )
         )
     arrays.append(Array(".weight_shape", "I64", lambda n, k: (2,), lambda matrix: np.array(matrix.shape, "<i8")))

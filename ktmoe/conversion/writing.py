@@ -66,7 +66,7 @@ def write(source: Source, task: Task, folder: Path, progress: Progress | None) -
     Raises OutputError: the folder has other files, another process writes it, the disk is full; OutOfSpaceError before anything
     is written; CheckpointError also for a file that changes meanwhile; what jobs raise.
     """
-    identity = {"source": source.identity, **task.identity, "version of ktmoe": version()}
+    identity: dict[str, Any] = {"source": source.identity, **task.identity, "version of ktmoe": version()}
     with _made(folder), exclusive(folder):
         journal = Journal(folder, identity, task.command, task.noun)
         kept = [shard.name for shard in task.shards if _kept(journal, folder, shard)]

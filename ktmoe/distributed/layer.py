@@ -42,7 +42,8 @@ class Distribution:
     them: groups of experts, each cut into so many pieces.
     tokens: "same": all processes call a layer with the same tokens, and all get the output. "own": each calls it with tokens of
     its own, or with none, and gets theirs.
-    replicas: {layer: {expert: ranks}}, copies of experts that are chosen often, on further ranks.
+    replicas: {layer: {expert: ranks}}, copies of experts that are chosen often, on further ranks. A layer without a number or
+    name is None here.
     homes: the rank that has each shard, such as [0, 0, 0, 0, 0, 0, 1, 1] where the first machine has more memory. None: as many
     neighbours on each.
     gathered: tokens of a call for which each first message has room. More take further messages.
@@ -58,7 +59,7 @@ class Distribution:
     shards: int = 8
     cut: int = 1
     tokens: str = "same"
-    replicas: Mapping[int | str, Mapping[int, Sequence[int]]] = field(default_factory=dict)
+    replicas: Mapping[int | str | None, Mapping[int, Sequence[int]]] = field(default_factory=dict)
     homes: Sequence[int] | None = None
     gathered: int = 1
     #: Held while a layer is called: threads take turns.

@@ -44,7 +44,8 @@ class LocalExperts:
             for part in parts:
 
                 def report(now: int, of_part: int, before: int = done) -> None:
-                    progress(before + now, total)
+                    if progress:
+                        progress(before + now, total)
 
                 self.layers.append(MoELayer(part.weights, progress=report if progress else None, **options))
                 done += part.weights.nbytes
@@ -81,10 +82,13 @@ class LocalExperts:
 
         bits, ids, weights: as Arguments has them. tokens, shards: of each sum.
         """
+        layers = self.layers
+        if layers is None:
+            raise ClosedError(f"{self.spec.name}: forward after close()")
         if len(self._parts) == 1:
-            return self._parts[0].compute(self.layers[0], bits, ids, weights, tokens, shards)
+            return self._parts[0].compute(layers[0], bits, ids, weights, tokens, shards)
         sums = np.empty((len(tokens), self.spec.hidden), np.float32)
-        for part, layer in zip(self._parts, self.layers, strict=True):
+        for part, layer in zip(self._parts, layers, strict=True):
             chosen = np.flatnonzero(np.isin(shards, part.shards))
             sums[chosen] = part.compute(layer, bits, ids, weights, tokens[chosen], shards[chosen])
         return sums

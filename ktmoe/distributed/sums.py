@@ -55,7 +55,8 @@ def sent(wanted: np.ndarray, computed: np.ndarray) -> Places:
     wanted: the shards that tokens need, bool [tokens, shards]. computed: those of them that the rank computes.
     """
     _, at = additions(np.where(computed, 0, -1), computed | ~wanted)
-    return np.nonzero(at >= 0)
+    tokens, shards = np.nonzero(at >= 0)
+    return tokens, shards
 
 
 class Own(NamedTuple):
@@ -72,8 +73,8 @@ class Own(NamedTuple):
         rows = np.full(computed.shape, -1)
         rows[computed] = np.arange(np.count_nonzero(computed))
         steps, at = additions(rows, computed | ~wanted)
-        places = np.nonzero(at >= 0)
-        return cls(np.nonzero(computed), steps, places, at[places])
+        (tokens, shards), (of_tokens, of_shards) = np.nonzero(at >= 0), np.nonzero(computed)
+        return cls((of_tokens, of_shards), steps, (tokens, shards), at[tokens, shards])
 
     def run(self, sums: np.ndarray) -> np.ndarray:
         """The sums that are sent, of those that were computed, float32 [rows, hidden], which are overwritten."""

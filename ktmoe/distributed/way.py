@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,13 +13,17 @@ from ktmoe.distributed.local_experts import LocalExperts
 from ktmoe.distributed.messages import header, headers, raise_any
 
 
-class Way:
+class Way(ABC):
     """in_step: whether all ranks know of what forward() has raised last, so that they may go on."""
 
     def __init__(self, local: LocalExperts, communicator: Communicator, gathered: int):
         self._local, self._communicator, self._gathered = local, communicator, gathered
         self._what = f"{type(self).__name__} {gathered} {local.what}"
         self.in_step = True
+
+    @abstractmethod
+    def forward(self, x: Any, expert_ids: Any, expert_weights: Any, out: Any) -> Any:
+        """y, as DistributedLayer.forward() has it."""
 
     def _header(self, raised: Exception | None = None, **fields: int) -> np.ndarray:
         return header(self._what, raised, **fields)

@@ -17,7 +17,11 @@ from ktmoe.files.lock import open_locked
 
 #: What the name of a file that is not whole yet ends in. It also begins with a dot.
 UNFINISHED = ".part"
-_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "files may not be so large"}
+_FULL: dict[int, str | None] = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "files may not be so large",
+}
 
 
 class AtomicFile:
@@ -44,7 +48,7 @@ class AtomicFile:
 
     def write(self, data: bytes | np.ndarray, at: int | None = None) -> None:
         """Add bytes, or a C-contiguous array's, at the end of what was written last, or at that offset."""
-        view = memoryview(data).cast("B") if isinstance(data, bytes) else memoryview(_bytes(data))
+        view = memoryview(data).cast("B") if isinstance(data, bytes) else _bytes(data).data
         with _told(self.path):
             if at is not None:
                 self._file.seek(at)
@@ -125,7 +129,7 @@ def _told(path: Path) -> Iterator[None]:
     except OutputError:
         raise
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {_FULL.get(error.errno, error.strerror)}") from error
+        raise OutputError(f"{path}: cannot be written: {_FULL.get(error.errno or 0, error.strerror)}") from error
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -97,7 +97,7 @@ def activation(checkpoint: Checkpoint, layer: int) -> GatedActivation:
     Raises what of() raises, FormatError for a clamp of silu(gate), CheckpointError for a limit that is none.
     """
     row, name = of(checkpoint), checkpoint.config[ARCHITECTURE]
-    if row.function != SILU:
+    if isinstance(row.function, GatedActivation) and row.function != SILU:
         return row.function
     limit = _limit(checkpoint, f"{name}.swiglu_clamp_exp", layer, row.limited)
     if limit <= _LEAST_LIMIT:

@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from ktmoe.errors import CheckpointError, FormatError, KtmoeError, MissingTensorError, UnavailableError
 from ktmoe.experts import ExpertWeights
@@ -64,12 +65,13 @@ def explain(checkpoint: Checkpoint | OneLayer) -> list[Finding]:
 
     Raises CheckpointError for more layers than any loader reads.
     """
-    naming.layers(checkpoint)  # which raises: else each loader would say so
-    findings = [_finding(name, registry.get(name), checkpoint) for name in registry.names()]
+    seen = cast("Checkpoint", checkpoint)  # loaders ask no more of one here than OneLayer has
+    naming.layers(seen)  # which raises: else each loader would say so
+    findings = [_finding(name, registry.get(name), seen) for name in registry.names()]
     return sorted(findings, key=lambda finding: (-finding.score, finding.error is None))
 
 
-def _finding(name: str, loader: Loader, checkpoint: Checkpoint | OneLayer) -> Finding:
+def _finding(name: str, loader: Loader, checkpoint: Checkpoint) -> Finding:
     try:
         score = loader.detect(checkpoint)
     except (CheckpointError, FormatError) as error:  # MissingTensorError, too
@@ -146,7 +148,7 @@ def _refusal(checkpoint: Checkpoint, findings: list[Finding]) -> KtmoeError:
     if wrong:
         reasons = {finding.reason: finding.loader for finding in reversed(wrong)}  # one of those that say the same
         said = "; ".join(f"{loader}: {reason}" for reason, loader in reversed(reasons.items()))
-        kinds = {type(finding.error) for finding in wrong}
+        kinds = {type(finding.error) for finding in wrong if finding.error}
         kind = kinds.pop() if len(kinds) == 1 else FormatError
         return kind(f"{checkpoint.path}: no loader reads these experts: {said}{unknown.method(checkpoint)}")
     absent = next((finding.error for finding in findings if finding.error), None)

@@ -199,12 +199,7 @@ class Checkpoint:
         file_name = self._file_name(name)
         file = self._opened(file_name, name)
         if file is None:
-            fresh = self._open_indexed(file_name, name)  # not under the lock: a large header takes seconds
-            try:
-                file = self._opened(file_name, name, fresh)
-            finally:
-                if file is not fresh:
-                    fresh.close()
+            file = self._keep(file_name, name, self._open_indexed(file_name, name))  # its large header takes seconds
         info = file.tensors.get(name)
         if info is None:
             raise CheckpointError(
@@ -212,14 +207,25 @@ class Checkpoint:
             )
         return file, info
 
-    def _opened(self, file_name: str, wanted: str, fresh: TensorFile | None = None) -> TensorFile | None:
-        """The open file of that name; `fresh`, which is kept then, if there is none. wanted: the tensor, for messages."""
+    def _opened(self, file_name: str, wanted: str) -> TensorFile | None:
+        """The open file of that name, or None. wanted: the tensor, for messages."""
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self.path}: tensor {show(wanted)} was asked for after close()")
-            if fresh is not None:
-                self._open_files.setdefault(file_name, fresh)
             return self._open_files.get(file_name)
+
+    def _keep(self, file_name: str, wanted: str, fresh: TensorFile) -> TensorFile:
+        """The open file of that name: `fresh`, if there is no other; else `fresh` is closed."""
+        kept = None
+        try:
+            with self._lock:
+                if self._closed:
+                    raise ClosedError(f"{self.path}: tensor {show(wanted)} was asked for after close()")
+                kept = self._open_files.setdefault(file_name, fresh)
+        finally:
+            if kept is not fresh:
+                fresh.close()
+        return kept
 
     def _open_indexed(self, file_name: str, wanted: str) -> SafetensorsFile:
         path = self.folder / file_name
@@ -265,7 +271,7 @@ def _why_absent(path: Path) -> str:
     try:
         os.stat(path)
     except PermissionError as error:
-        return error.strerror
+        return error.strerror or str(error)
     except (OSError, ValueError):  # ValueError: a name with a NUL or a lone surrogate
         pass
     return "nothing of that name"

@@ -18,7 +18,7 @@ is not supported is refused, and group_size counts where it is given.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,19 +28,20 @@ from ktmoe.loaders.per_expert import PerExpert
 from ktmoe.loaders.scheme import Endings, Headers, Scheme, group
 from ktmoe.matrix import Matrix
 from ktmoe.weights.elements import INT4, INT8_PLUS_128
-from ktmoe.weights.formats import Factor, WeightFormat, int4, int8, uint4
+from ktmoe.weights.formats import WeightFormat, int4, int8, uint4
+from ktmoe.weights.scales import Factor
 
 _SYMMETRIC = {"codes": ".weight_packed", "scales": ".weight_scale", "factor": ".weight_scale"}
 _ASYMMETRIC = {**_SYMMETRIC, "offsets": ".weight_zero_point"}
 _STATED = ".weight_shape"
-_REST = {
+_REST: dict[str, Any] = {
     "optional": (_STATED,),
     "foreign": {
         "weight_g_idx": "activation reordering (actorder group) is not supported",
         "weight_global_scale": "FP4 (NVFP4) is not supported",
     },
 }
-_SHAPE_DTYPES = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+_SHAPE_DTYPES: dict[str, np.dtype] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 _ELEMENTS = {4: INT4, 8: INT8_PLUS_128}
 
 

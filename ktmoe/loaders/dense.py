@@ -94,17 +94,19 @@ def load_mlp(
 
 def _reader(found: Mapping[str, StoredMatrix]) -> Callable[[int, str], Matrix]:
     """(0, projection) -> Matrix. Gate and up of one stored matrix are read once, if they are asked for in turn."""
-
-    def both(_expert: int) -> dict[str, Matrix]:
-        whole = found["gate"].whole.read()
-        return {p: take_rows(whole, *found[p].rows, found[p].name) for p in ("gate", "up")}
-
-    pairs = GateUpReader(both) if found["gate"].whole else None
+    whole = found["gate"].whole
+    pairs = GateUpReader(lambda _expert: _both(whole, found)) if whole else None
 
     def read(expert: int, projection: str) -> Matrix:
         return pairs.take(expert, projection) if pairs and projection != "down" else found[projection].read()
 
     return read
+
+
+def _both(whole: StoredMatrix, found: Mapping[str, StoredMatrix]) -> dict[str, Matrix]:
+    """Gate and up, which are rows of one stored matrix."""
+    matrix = whole.read()
+    return {p: take_rows(matrix, *found[p].rows, found[p].name) for p in ("gate", "up")}
 
 
 def _names(checkpoint: Checkpoint, base: str) -> Mapping[str, str]:

@@ -44,7 +44,7 @@ class DirectFile:
         length = offset + nbytes - first
         length += -length % BLOCK_BYTES
         blocks = staging.take(nbytes + 2 * BLOCK_BYTES)[:length]  # the same size wherever it begins
-        view, done = memoryview(blocks), 0
+        view, done = blocks.data, 0
         try:
             while done < length:
                 count = os.preadv(fd, [view[done:]], first + done)

@@ -30,8 +30,9 @@ from ktmoe.loaders.scheme import FACTORS, Endings, Headers, Scheme, float32
 from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
-from ktmoe.weights.formats import Factor, WeightFormat
+from ktmoe.weights.formats import WeightFormat
 from ktmoe.weights.ggml import GGML
+from ktmoe.weights.scales import Factor
 
 #: Stems of tensors that hold all experts, by projection: gate and up apart, and in one.
 _APART = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
@@ -61,7 +62,8 @@ class GgufTensors(Scheme):
         checks.dimensions(info, 2)
         if "factor" in headers.arrays:
             checks.shape(_padded(headers.info("factor"), 1), (1,), "one factor per matrix")
-        return info.shape
+        n, k = info.shape
+        return n, k
 
     def tensors(self, headers: Headers, weight_format: WeightFormat, shape: tuple[int, int]) -> dict[str, np.ndarray]:
         factor = {"factor": np.ones(1, np.float32)} if weight_format.factor and "factor" not in headers.arrays else {}
@@ -99,7 +101,7 @@ class Gguf(Loader):
         return 0.0
 
     def layers(self, checkpoint: Checkpoint) -> list[int | str]:
-        return naming.blocks(checkpoint)
+        return [*naming.blocks(checkpoint)]
 
     def load(self, checkpoint: Checkpoint, layer: int | str) -> ExpertWeights:
         """One layer's experts, which keep the checkpoint open and read a matrix when it is asked for.
@@ -109,7 +111,7 @@ class Gguf(Loader):
         compute something else; CheckpointError for shapes that do not fit, and where metadata contradicts them.
         """
         key = naming.layer_key(layer)
-        if not naming.block(checkpoint, key):
+        if not isinstance(key, int) or not naming.block(checkpoint, key):
             listed = naming.listed(naming.blocks(checkpoint)) or "no layer with tensors of GGUF's names"
             raise MissingTensorError(
                 f"{checkpoint.path}: layer {show(layer)}: expected a layer that has routed experts, found {listed}"
@@ -247,8 +249,8 @@ def _sizes(checkpoint: Checkpoint, matrices: dict[str, _Matrices], old: list[int
         checks.dimensions(infos[0], dimensions)
         for info in infos[1:]:
             if (info.dtype, info.shape) != (infos[0].dtype, infos[0].shape):
-                expected = checks.describe(infos[0])
-                raise CheckpointError(f"{info.name}: expected {expected} as in expert 0, found {checks.describe(info)}")
+                like = checks.describe(infos[0])
+                raise CheckpointError(f"{info.name}: expected {like} as in expert 0, found {checks.describe(info)}")
         shapes[projection] = (len(old), *infos[0].shape) if old else infos[0].shape
     gate = matrices["gate"]
     num_experts, rows, hidden = shapes["gate"]

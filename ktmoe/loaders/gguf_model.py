@@ -65,7 +65,7 @@ def config(files: Mapping[str, TensorFile]) -> dict[str, Any]:
     """The files' metadata, the first file's before the others'; with what config.json calls otherwise, by its keys, too."""
     metadata: dict[str, object] = {}
     for file in files.values():
-        metadata = file.metadata | metadata
+        metadata = {**file.metadata, **metadata}
     architecture = metadata.get(ARCHITECTURE)
     found = {to: metadata.get(key.format(architecture)) for key, to in _KEYS.items()}
     layers = metadata.get(f"{architecture}.block_count")

@@ -32,7 +32,7 @@ from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import BF16, MXFP4, WeightFormat
 
 _MXFP4 = {"codes": "_blocks", "scales": "_scales"}
-_GROUP = MXFP4.scale.extent[1]
+_GROUP = MXFP4.scales["scales"].extent[1]
 
 
 def _spelling(endings: tuple[str, ...], arrays: dict[str, str], **other: Any) -> naming.Spelling:
@@ -76,9 +76,9 @@ class GptOss(Stacked):
         if info.dtype == "BF16":
             return super().codes_shape(info)
         checks.dimensions(info, 4)
-        *outer, groups, _ = info.shape
-        checks.shape(info, (*outer, groups, _GROUP // 2), "16 bytes of codes a group of 32")
-        return *outer, groups * _GROUP // 2
+        experts, rows, groups, _ = info.shape
+        checks.shape(info, (experts, rows, groups, _GROUP // 2), "16 bytes of codes a group of 32")
+        return experts, rows, groups * _GROUP // 2
 
     def stacked_activation(self, checkpoint: Checkpoint) -> GatedActivation:
         return model_config.swiglu_oai(checkpoint)

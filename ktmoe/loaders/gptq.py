@@ -29,8 +29,9 @@ from ktmoe.loaders.per_expert import PerExpert
 from ktmoe.loaders.scheme import Endings, Headers, Scheme, group
 from ktmoe.matrix import Matrix
 from ktmoe.weights.elements import INT4
-from ktmoe.weights.formats import Factor, WeightFormat, int4, uint4
+from ktmoe.weights.formats import WeightFormat, int4, uint4
 from ktmoe.weights.order import GPTQ
+from ktmoe.weights.scales import Factor
 
 _ARRAYS = {"codes": ".qweight", "scales": ".scales", "factor": ".scales", "offsets": ".qzeros"}
 _SUPPORTED = {
@@ -84,9 +85,9 @@ class Gptq(Scheme):
             if (wrong := np.flatnonzero(index != np.arange(len(index)) // size)).size:
                 k = int(wrong[0])
                 raise FormatError(f"{name}: [{k}]: expected {k // size}, groups in order, found {index[k]}: activation order")
-        plus, symmetric = _plus(checkpoint), matrix.offsets is None
-        name = headers.tensor("offsets")
-        stored = checkpoint.read(name, release=True) if symmetric else matrix.offsets.view(np.uint8)
+        plus, offsets = _plus(checkpoint), matrix.offsets
+        name, symmetric = headers.tensor("offsets"), offsets is None
+        stored = checkpoint.read(name, release=True) if offsets is None else offsets.view(np.uint8)
         nibbles = np.stack([stored & 15, stored >> 4])
         if symmetric and (wrong := nibbles[nibbles != 8 - plus]).size:
             raise FormatError(f"{name}: expected {8 - plus} everywhere, as sym says, found {wrong[0]}")

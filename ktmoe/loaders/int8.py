@@ -20,8 +20,8 @@ from ktmoe.loaders import checks, quantization, registry
 from ktmoe.loaders.per_expert import PerExpert
 from ktmoe.loaders.scheme import Endings, Headers, Scheme, group
 from ktmoe.weights.elements import INT8
-from ktmoe.weights.formats import Factor, WeightFormat, int8
-from ktmoe.weights.scales import Scale
+from ktmoe.weights.formats import WeightFormat, int8
+from ktmoe.weights.scales import Factor, Scale
 
 _FOREIGN = {"weight_zero_point": "asymmetric quantization to 8 bits is not supported"}
 

@@ -9,7 +9,7 @@ import operator
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,8 +45,8 @@ _BLOCK_NAME = re.compile(
 
 #: expert, or None for tensors that hold all experts -> the suffixes that exist.
 _Tensors = dict[int | None, set[str]]
-#: checkpoint -> layer -> base -> tensors.
-_found: weakref.WeakKeyDictionary[Checkpoint, dict[int | str, dict[str, _Tensors]]] = weakref.WeakKeyDictionary()
+#: checkpoint, or what share() was given -> layer -> base -> tensors.
+_found: weakref.WeakKeyDictionary[object, dict[int | str, dict[str, _Tensors]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class Spelling:
 class Place:
     """Where a layer's experts are; the names have been checked to be complete.
 
-    endings: the spelling's, and the optional ones that are there. num_experts: by the names; None where stacked.
+    endings: the spelling's, and the optional ones that are there. num_experts: by the names; 0 where stacked.
     """
 
     checkpoint: Checkpoint
     base: str
     spelling: Spelling
     endings: tuple[str, ...]
-    num_experts: int | None
+    num_experts: int
 
     def name(self, projection: str, expert: int) -> str:
         """The name of a matrix: {base}.{E}.{stem} or {base}.{stem}."""
@@ -183,8 +183,8 @@ class Names:
             if any(not spelling.suffixes((ending,)).keys().isdisjoint(suffixes) for suffixes in tensors.values())
         )
         _check_complete(checkpoint, base, spelling, endings, tensors)
-        count = None if spelling.stacked else len(tensors)
-        if count is not None:
+        count = 0 if spelling.stacked else len(tensors)
+        if count:
             _check_count(checkpoint, base, count)
         return Place(checkpoint, base, spelling, endings, count)
 
@@ -195,7 +195,7 @@ class Names:
         """
         found = []
         for base, tensors in bases.items():
-            most = {}
+            most: dict[tuple[str, bool], tuple[int, Spelling, _Tensors]] = {}
             for spelling in self._spellings:
                 if base.endswith(spelling.module):
                     mine = {expert: suffixes for expert, suffixes in tensors.items() if (expert is None) == spelling.stacked}
@@ -224,7 +224,7 @@ def tensors(checkpoint: Checkpoint, layer: int | str) -> Iterator[str]:
 
 def blocks(checkpoint: Checkpoint) -> list[int]:
     """The layers that have tensors of GGUF's names of routed experts."""
-    return [layer for layer in _find(checkpoint) if block(checkpoint, layer)]
+    return [layer for layer in _find(checkpoint) if isinstance(layer, int) and block(checkpoint, layer)]
 
 
 def block(checkpoint: Checkpoint, layer: int | str) -> set[str]:
@@ -271,8 +271,10 @@ def _find(checkpoint: Checkpoint) -> dict[int | str, dict[str, _Tensors]]:
 def _check_complete(checkpoint: Checkpoint, base: str, spelling: Spelling, endings: tuple[str, ...], tensors: _Tensors) -> None:
     wanted = spelling.suffixes(endings)
     unused = spelling.suffixes(spelling.unused)
-    beside = "the others of this layer" if spelling.stacked else f"experts 0-{max(tensors)}"
-    for expert in [None] if spelling.stacked else range(max(tensors) + 1):
+    last = max((expert for expert in tensors if expert is not None), default=0)
+    beside = "the others of this layer" if spelling.stacked else f"experts 0-{last}"
+    experts: Sequence[int | None] = [None] if spelling.stacked else range(last + 1)
+    for expert in experts:
         suffixes = tensors.get(expert, set())
         for suffix in wanted:
             if suffix not in suffixes:
@@ -303,7 +305,7 @@ def layer_key(layer: int | str) -> int | str:
     return operator.index(layer)
 
 
-def listed(layers: list[int | str]) -> str:
+def listed(layers: Sequence[int | str]) -> str:
     """Layers as text: 'layers 0-42, mtp.0'; empty if there are none."""
     runs: list[list[int]] = []
     for layer in layers:

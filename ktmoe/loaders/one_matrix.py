@@ -47,7 +47,7 @@ class StoredMatrix:
     has_bias: bool
     read: Callable[[], Matrix] = field(repr=False)
     whole: StoredMatrix | None = None
-    rows: tuple[int, int] | None = None
+    rows: tuple[int, int] = (0, 0)
 
     @property
     def nbytes(self) -> int:
@@ -166,8 +166,8 @@ def _checked(checkpoint: Checkpoint, name: str, there: list[str], scheme: Scheme
     known = {*stored.required, *stored.optional, *stored.unused, *_CACHE, _BIAS}
     if strange := next((ending for ending in there if ending not in known), None):
         why = next((why for foreign, why in stored.refused.items() if strange.endswith(foreign)), "its meaning is not known")
-        known = ", ".join(ending.lstrip(".") for ending in stored.required)
-        raise FormatError(f"{name}{strange}: expected none beside {known}, found one: {why}")
+        required = ", ".join(ending.lstrip(".") for ending in stored.required)
+        raise FormatError(f"{name}{strange}: expected none beside {required}, found one: {why}")
     has_bias = _BIAS in there
     if has_bias and _ROUTER.fullmatch(name):
         raise FormatError(

@@ -87,8 +87,10 @@ def _parse_object(text: bytearray, path: Path) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
             seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise CheckpointError(f"{path}: expected every JSON key once, found {show(twice)} twice")
+            for key, _ in pairs:
+                if key in seen:
+                    raise CheckpointError(f"{path}: expected every JSON key once, found {show(key)} twice")
+                seen.add(key)
         return table
 
     malformed = None
@@ -128,8 +130,8 @@ def _parse_header(path: Path, fd: int, size: int) -> tuple[dict[str, TensorInfo]
     length, limit = int.from_bytes(prefix, "little"), min(JSON_LIMIT_BYTES, size - 8)
     if length > limit:
         why = "; it is damaged, or no .safetensors file" if length > size - 8 else ""
-        found = f"expected at most {limit} in a file of {size} bytes, found {length}"
-        raise CheckpointError(f"{path}: header length: {found}{why}")
+        expected = f"expected at most {limit} in a file of {size} bytes"
+        raise CheckpointError(f"{path}: header length: {expected}, found {length}{why}")
     with memory_for(f"{path}: a header of {length} bytes"):
         text = bytearray(length)
         if (found := fill(fd, text, 8, str(path))) < length:
@@ -167,13 +169,13 @@ def _parse_entry(path: Path, name: str, entry: object, start: int) -> TensorInfo
     if not isinstance(entry, dict):
         raise wrong("entry", "an object", entry)
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
-    if bits is None:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise wrong("dtype", f"one of {', '.join(DTYPE_BITS)}", dtype)
     if not (isinstance(shape, list) and all(map(_is_count, shape))):
         raise wrong("shape", "a list of counts", shape)
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_count, offsets))):
         raise wrong("data_offsets", "two counts", offsets)
+    bits = DTYPE_BITS[dtype]
     for extent in shape:
         bits *= extent
         if bits > _COUNT_LIMIT:

@@ -19,8 +19,8 @@ from ktmoe.loaders.safetensors_file import DTYPE_BITS
 from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
-from ktmoe.weights.formats import Minimum, WeightFormat, ZeroPoint
-from ktmoe.weights.scales import Scale
+from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.offsets import ZeroPoint
 
 #: Scale kinds by the dtype names of a safetensors header, where no other kind is stored so.
 KINDS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E8M0": "ue8m0"}
@@ -213,29 +213,22 @@ def _dtypes(weight_format: WeightFormat, label: str) -> tuple[str, ...]:
         return tuple(FACTORS)
     if label == "codes" and weight_format.element.name in _CODES:
         return _CODES[weight_format.element.name]
-    if scale := _scale(weight_format, label):
-        return _SCALES[scale.kind]
+    if label in weight_format.scales:
+        return _SCALES[weight_format.scales[label].kind]
     if label == "codes" and not weight_format.order.transposed:
         return "I8", "U8", "F4"
     return ("I32",) if weight_format.order.transposed else ("U8",)
 
 
-def _scale(weight_format: WeightFormat, label: str) -> Scale | None:
-    """How the numbers of an array are stored, if they are scales or minima."""
-    offset = weight_format.offset
-    scales = {"scales": weight_format.scale, "super_scales": weight_format.super_scale}
-    return scales.get(label) or (offset.scale if label == "offsets" and isinstance(offset, Minimum) else None)
-
-
 def why(weight_format: WeightFormat, label: str, k: int) -> str:
     """A reason for check_shape(), of scales and zero points."""
-    scale, offset = _scale(weight_format, label), weight_format.offset
-    rows, columns = scale.extent if scale else offset.extent
-    what = "zero point" if isinstance(offset, ZeroPoint) and label == "offsets" else "scale"
+    offset = weight_format.offset
+    points = offset if label == "offsets" and isinstance(offset, ZeroPoint) else None
+    what, (rows, columns) = ("zero point", points.extent) if points else ("scale", weight_format.scales[label].extent)
     return f"one {what} per {columns} along k = {k}" if rows == 1 else f"one {what} per {rows}x{columns}"
 
 
-def _check_factor(info: TensorInfo, wanted: tuple[int], transposed: bool) -> None:
+def _check_factor(info: TensorInfo, wanted: tuple[int, ...], transposed: bool) -> None:
     (count,) = wanted
     shapes = ((), (1,)) if count == 1 else ((count,), (1, count) if transposed else (count, 1))
     if info.shape not in shapes:

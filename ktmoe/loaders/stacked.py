@@ -47,7 +47,8 @@ class Stacked(PerExpert):
     def codes_shape(self, info: TensorInfo) -> tuple[int, int, int]:
         """(experts, *shape of the codes that a Matrix takes), by the header of all experts' codes. Raises FormatError."""
         checks.dimensions(info, 3)
-        return info.shape
+        experts, rows, columns = info.shape
+        return experts, rows, columns
 
     def check_headers(self, checkpoint: Checkpoint, spelling: naming.Spelling, prefix: str) -> None:
         if spelling.stacked:
@@ -124,8 +125,8 @@ class _Tensors:
     def check(self, shapes: Mapping[str, tuple[int, int, int]]) -> None:
         """Check all headers. shapes: of codes, with the experts. Raises CheckpointError if they do not fit, and FormatError."""
         name, sizes = self.headers["gate"].tensor("codes"), {}
-        for projection, (num_experts, *codes) in shapes.items():
-            sizes[projection] = num_experts, *self.format.shape(tuple(codes))
+        for projection, (num_experts, rows, columns) in shapes.items():
+            sizes[projection] = num_experts, *self.format.shape((rows, columns))
         if sizes["gate"][1] % self.matrices:
             raise CheckpointError(
                 f"{name}: expected an even number of rows, gate and up, found [E, n, k] = {list(sizes['gate'])}"
@@ -139,11 +140,11 @@ class _Tensors:
                 )
         unit = self.format.unit[0]
         if self.matrices == 2 and (self.intermediate % unit or (self.interleaved and unit > 1)):
-            expected = (
+            wanted = (
                 "one scale a row, as rows of gate and up alternate" if self.interleaved else f"a multiple of {unit} rows each"
             )
             raise FormatError(
-                f"{name}: gate and up: expected {expected}, found {self.intermediate} rows each, scales of {unit} rows"
+                f"{name}: gate and up: expected {wanted}, found {self.intermediate} rows each, scales of {unit} rows"
             )
         for projection in PROJECTIONS:
             self._check_others(projection)

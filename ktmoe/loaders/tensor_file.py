@@ -10,7 +10,7 @@ import os
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,16 +50,18 @@ class TensorInfo:
 class TensorFile(ABC):
     """An open file whose header has been checked; its descriptor closes when the last reader is done.
 
-    tensors: TensorInfo by name. status: the file's, before its header was read.
+    tensors: TensorInfo by name. metadata: what its header has besides. status: the file's, before its header was read.
     Raises CheckpointError, which names the file, the tensor, the expected and the found.
     """
+
+    metadata: Mapping[str, object]
 
     def __init__(self, path: Path):
         self.path = path
         self.after_fork()
         self._closing = False
         self._fd = -1
-        self._direct = None
+        self._direct: DirectFile | None = None
         forks.watch(self)
         self._fd, self.status = open_regular(path)
         self._direct = DirectFile(self._fd)
@@ -97,7 +99,7 @@ class TensorFile(ABC):
         """A tensor's bytes [start, stop) in memory of `staging`, uint8, of which none stay in the page cache."""
         with self._descriptor() as fd:
             with memory_for(f"{self.path}: tensor {show(info.name)}"):
-                data = self._direct.read(info.offset + start, stop - start, staging)
+                data = self._direct.read(info.offset + start, stop - start, staging) if self._direct else None
             if data is not None:
                 _drop_pages(fd, info, start, stop)  # looking whether it is there may have brought a page
                 self._expect(fd, info, start, stop - start, len(data))
@@ -199,7 +201,7 @@ def _refuse_pointer(path: Path, fd: int) -> None:
 
 def fill(fd: int, out: np.ndarray | bytearray, offset: int, what: str) -> int:
     """Fill `out` from a file's offset on; the number of bytes that were there."""
-    view, done = memoryview(out), 0
+    view, done = out.data if isinstance(out, np.ndarray) else memoryview(out), 0
     if not view.nbytes:
         return 0
     view = view.cast("B")

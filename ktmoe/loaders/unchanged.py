@@ -23,7 +23,8 @@ class FileStatus(NamedTuple):
     inode: int
 
 
-_LABELS = FileStatus("size", "time of change", "inode")
+#: What messages call the fields of FileStatus.
+_LABELS = ("size", "time of change", "inode")
 
 
 def of(found: os.stat_result) -> FileStatus:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from typing import TypeVar
 
 from ktmoe.errors import InputError
+
+D = TypeVar("D", int, None)
 
 #: What a key may be, in words.
 KEY = "1 to 1000 characters of ASCII, without spaces"
 
 
-def _whole_number(name: str, default: int | None, low: int, high: int) -> int | None:
+def _whole_number(name: str, default: D, low: int, high: int) -> int | D:
     text = os.environ.get(name)
     if text is None:
         return default

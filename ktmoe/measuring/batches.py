@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
-
-from ktmoe.weight_spec import WeightSpec
 
 #: Exponent of skewed routing's popularity, by Zipf's law: the r-th most popular expert is asked for in proportion to r^-SKEW.
 #: 1 is what vLLM's benchmark_moe.py takes for skewed load (its pull request 57100 adds -log(rank) to the router's logits).
@@ -58,6 +57,16 @@ def random_batches(
         yield MeasuredBatch(x, ids, weights, last, ids.size)
 
 
-def slot_flops(shape: WeightSpec) -> int:
-    """FLOPs of one token in one expert. shape: whatever has `hidden` and `intermediate`."""
+class HasSizes(Protocol):
+    """An ExpertSpec, ExpertWeights, a MoELayer."""
+
+    @property
+    def hidden(self) -> int: ...
+
+    @property
+    def intermediate(self) -> int: ...
+
+
+def slot_flops(shape: HasSizes) -> int:
+    """FLOPs of one token in one expert."""
     return 2 * 3 * shape.hidden * shape.intermediate

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ktmoe import backends, loaders
+from ktmoe._native import core
 from ktmoe.backends.base import Found
 from ktmoe.backends.choice import Choice, choose_backend
-from ktmoe.errors import CheckpointError, FormatError, KtmoeError, OutOfMemoryError, UnavailableError
+from ktmoe.errors import CheckpointError, FormatError, KtmoeError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.loaders import model_config, naming
 from ktmoe.loaders.base import Finding, Loader, explain, find_layers, find_loader
@@ -22,9 +23,6 @@ from ktmoe.model import memory_needed
 
 #: Where a checkpoint says how many experts a token has.
 TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k")
-#: Tokens of the calls whose speed is estimated.
-CALLS = {"decode": 1, "prefill": 4096}
-
 #: The layers that a loader reads, by name: the name of the loader, and the experts that it gives.
 Served = dict[Name, tuple[str, ExpertWeights]]
 
@@ -47,18 +45,26 @@ class LayerGroup:
     @property
     def isa(self) -> str | None:
         """The instruction set of the kernels, if the backend has a table of them."""
-        found = self._found()
-        return found.table.name if found else None
+        table = self._table()
+        return table.name if table else None
 
     def limits(self) -> Limits:
-        """What the machine allows these layers, measured now. Not where isa is None."""
-        return measured(self.experts, self.choice.name, self._found().table)
+        """What the machine allows these layers, measured now. Raises UnavailableError where isa is None."""
+        choice, table = self.choice, self._table()
+        if choice is None or table is None:
+            raise UnavailableError(self.why_no_isa)
+        return measured(self.experts, choice.name, table)
 
-    def _found(self) -> Found | None:
+    @property
+    def why_no_isa(self) -> str:
+        """Why isa is None, where it is."""
+        return f"backend {self.choice.name} has no kernel table to measure limits with" if self.choice else self.why_not
+
+    def _table(self) -> core.KernelTable | None:
         if self.choice is None:
             return None
         found = backends.get(self.choice.name).lookup(self.experts, self.choice.activations)
-        return found if isinstance(found, Found) and found.table else None
+        return found.table if isinstance(found, Found) else None
 
 
 @dataclass
@@ -215,15 +221,15 @@ def _choose(group: LayerGroup, backend: str) -> None:
 
 
 def _set_top_k(found: Inspection, checkpoint: Checkpoint, top_k: int | None) -> None:
-    layers = [group.experts for group in found.groups] or list(found.token.routed.values() if found.token else ())
+    routed = found.token.routed.values() if found.token else ()
+    counts = [group.experts.num_experts for group in found.groups] or [layer.num_experts for layer in routed]
     if found.token and found.token.dense_alone:
         return
-    if not layers:
+    if not counts:
         found.why_no_top_k = "no header of routed experts can be read"
         return
-    most = min(layer.num_experts for layer in layers)
     try:
-        found.top_k = top_k_of(checkpoint, most, top_k)
+        found.top_k = top_k_of(checkpoint, min(counts), top_k)
     except CheckpointError as error:
         found.why_no_top_k = str(error)
 
@@ -244,57 +250,3 @@ def top_k_of(checkpoint: Checkpoint, num_experts: int, asked: int | None = None)
             raise CheckpointError(f"{checkpoint.path}: {place}: expected {expected}, found {show(stated)}")
     place = model_config.place(checkpoint, TOP_K_KEYS[0])
     raise CheckpointError(f"{checkpoint.path}: expected {place}, which says how many experts a token has, found none")
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The fastest that a call of all layers can be. by: for each limit, the seconds of those layers that it bounds."""
-
-    tokens: int
-    seconds: float
-    by: dict[str, float]
-
-    @property
-    def bound(self) -> str:
-        return max(self.by, key=self.by.__getitem__)
-
-
-@dataclass(frozen=True)
-class Speed:
-    """limits: by instruction set. calls: by CALLS' names, a pass through all layers; empty where it is not known, and why."""
-
-    limits: dict[str, Limits]
-    calls: dict[str, Estimate]
-    why_not: str = ""
-
-    @property
-    def read(self) -> float | None:
-        """Bytes per second that the memory gives, by the kernels that read fastest; None if none was measured."""
-        return max((limits.read for limits in self.limits.values()), default=None)
-
-
-def speed(found: Inspection) -> Speed:
-    """Measure the machine's limits now, and estimate by them."""
-    limits: dict[str, Limits] = {}
-    try:
-        for group in found.groups:
-            if (isa := group.isa) and isa not in limits:
-                limits[isa] = group.limits()
-    except OutOfMemoryError as error:
-        return Speed({}, {}, str(error))
-    passed = [(group, count) for group in found.groups if (count := sum(map(found.counts, group.layers)))]
-    if not passed:
-        return Speed(limits, {}, "no layer that a token passes through is served")
-    if found.top_k is None:
-        return Speed(limits, {}, found.why_no_top_k)
-    for group, _ in passed:
-        if group.isa is None:
-            return Speed(limits, {}, group.why_not or f"backend {group.choice.name} has no kernel table to measure limits with")
-    calls = {}
-    for name, tokens in CALLS.items():
-        by: dict[str, float] = {}
-        for group, count in passed:
-            seconds, bound = limits[group.isa].seconds(group.experts, group.packed_nbytes, tokens, found.top_k)
-            by[bound] = by.get(bound, 0.0) + count * seconds
-        calls[name] = Estimate(tokens, sum(by.values()), by)
-    return Speed(limits, calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 from ktmoe._native import core
 from ktmoe.layer import MoELayer
@@ -24,7 +25,8 @@ class LimitMeter:
     """
 
     def __init__(self, layer: MoELayer, table: core.KernelTable, streams: int = 1):
-        self._packed, self._table, self.streams = layer.packed, table, streams
+        self._packed: Any = layer.packed  # which has read_seconds(), as the backend is a native one
+        self._table, self.streams = table, streams
         self._at = 0
         iterations, seconds = 1 << 10, 0.0
         while seconds < LEAST_SECONDS / 4:
@@ -55,7 +57,8 @@ def settled(layer: MoELayer, table: core.KernelTable) -> LimitMeter:
 
     Each thread reads as many streams as were the fastest by then.
     """
-    ways, looks = [LimitMeter(layer, table, streams) for streams in STREAMS], []
+    ways = [LimitMeter(layer, table, streams) for streams in STREAMS]
+    looks: list[list[float]] = []
     while len(looks) < _MOST_LOOKS:
         looks.append([way.read(_LOOK_SECONDS) for way in ways])
         best = [max(look) for look in looks[-3:]]

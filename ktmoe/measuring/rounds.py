@@ -68,9 +68,8 @@ class Rounds:
             nbytes, flops = len(batch.experts) * self._expert_bytes / took, batch.slots * self._slot_flops / took
             rows.append((took, nbytes, flops, read, peak, nbytes / read, flops / peak))
         limit_shares = tuple(max(row[-2:]) for row in rows)
-        return Result(
-            tokens, *(statistics.median(column) for column in zip(*rows, strict=True)), limit_shares, self._limits.streams
-        )
+        took, nbytes, flops, read, peak, of_read, of_peak = (statistics.median(column) for column in zip(*rows, strict=True))
+        return Result(tokens, took, nbytes, flops, read, peak, of_read, of_peak, limit_shares, self._limits.streams)
 
 
 def run(

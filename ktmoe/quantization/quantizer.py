@@ -225,4 +225,5 @@ def _format(target: Target, rule: Rule, group: Group | None, kind: str | None) -
         raise InputError(f"{rule.target}: scales must be one of {', '.join(KINDS)}, found {show(kind)}")
     group = group if group is not None else rule.group if rule.group is not None else target.group
     kind = kind or rule.kind or target.kind
-    return target.format(group, kind, rule.points, rule.steps is steps.in_matrix_divided)
+    # a target whose scales are of one kind does not look at it
+    return target.format(group, kind or "", rule.points, rule.steps is steps.in_matrix_divided)

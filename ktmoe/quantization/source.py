@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 
 from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError
 from ktmoe.matrix import Matrix
-from ktmoe.weights.formats import Minimum, WeightFormat
+from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.offsets import Minimum, ZeroPoint
 from ktmoe.weights.scales import SCALE_KINDS
 
 #: Significant bits of an element's value, which is a bfloat16 number, and of float32.
@@ -49,7 +51,7 @@ def read(matrix: Matrix) -> SourceMatrix:
     return _coded(matrix) if _rounded_once(matrix_format) else _in_float64(matrix)
 
 
-def refuse(matrix: Matrix) -> None:
+def refuse(matrix: Matrix) -> NoReturn:
     """Raise FormatError for a weight that is not finite; it names the place."""
     matrix.refuse()
     with np.errstate(over="ignore"):
@@ -69,7 +71,7 @@ def _rounded_once(matrix_format: WeightFormat) -> bool:
 def _coded(matrix: Matrix) -> SourceMatrix:
     matrix_format, (n, k) = matrix.format, matrix.shape
     arrays = matrix_format.rows(matrix.stored, n, k)
-    given = {}
+    given: dict[str, Any] = {}
     if matrix_format.element.values:
         values = np.full(1 << matrix_format.element.row_bits, math.nan, np.float32)  # bytes may hold more than a code has bits
         values[: len(matrix_format.element.values)] = [math.nan if v is None else v for v in matrix_format.element.values]
@@ -81,7 +83,7 @@ def _coded(matrix: Matrix) -> SourceMatrix:
         with np.errstate(invalid="ignore"):
             numbers = SCALE_KINDS[matrix_format.scale.kind].numbers(arrays["scales"])
         given |= {"scales": np.ascontiguousarray(numbers, np.float32), "extent": matrix_format.scale.extent}
-    if matrix_format.offset:
+    if isinstance(matrix_format.offset, ZeroPoint):
         if arrays["offsets"].max() > 15:
             matrix.refuse()
         points = matrix_format.offset.numbers(arrays["offsets"]).astype(np.float32)

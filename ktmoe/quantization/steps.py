@@ -205,7 +205,7 @@ def in_matrix_divided(groups: Groups) -> Steps:
         factor = np.float32(2688) * (ONE / np.maximum(groups.whole, np.finfo(np.float32).tiny))
     factor = factor if np.isfinite(factor) else ONE
     stored = _e4m3(np.minimum(factor * (groups.largest / np.float32(6)), E4M3_LARGEST))
-    stored = np.where(stored == 0, _e4m3(np.float32(0.125)), stored)
+    stored = np.where(stored == 0, _e4m3(np.array(0.125, np.float32)), stored)
     scales = _E4M3[stored]
     return Steps(_not_zero(scales / factor), scales, stored, factor=factor, divides=True)
 

@@ -58,10 +58,10 @@ def derive(
     gate, slope = _of_gate(alpha, low, middle, high)
     up_low, up, up_high = (np.clip(v, -limit, limit) + offset for v in (u - eps_u, u, u + eps_u))
     up = _Within(up, np.maximum(up_high - up, up - up_low))
-    t = _Within(t, eps_t)
+    times = _Within(t, eps_t)
     largest = alpha * np.maximum(np.abs(low), np.abs(high))
-    of_g = _rounded(t * up * slope, t.size * up.size * slope.size, (t, up), largest)
-    of_u = _rounded(t * gate, t.size * gate.size, (t,), largest)
+    of_g = _rounded(times * up * slope, times.size * up.size * slope.size, (times, up), largest)
+    of_u = _rounded(times * gate, times.size * gate.size, (times,), largest)
     of_g = _clamped(of_g, g > limit, g + eps_g > limit, g - eps_g > limit)
     outside = np.abs(u) > limit, np.abs(u) + eps_u > limit, np.abs(u) - eps_u > limit
     of_u = _clamped(of_u, *outside)

@@ -99,7 +99,7 @@ class ReferenceTraining:
         """The gradients of sum(grad_y * y). The arguments are those of ktmoe.training.Training.backward(), in float64."""
         dy = np.asarray(grad_y, np.float64)
         dx, dr = np.zeros_like(saved.x), np.zeros_like(saved.weights)
-        sums = {p: tuple(np.zeros(v.shape) for v in pair) for p, pair in lora.pairs.items()} if lora else None
+        sums: Any = {p: tuple(np.zeros(v.shape) for v in pair) for p, pair in lora.pairs.items()} if lora else None
         where = self.router_weight
         for one in self._used(saved, lora):
             token, r, of_y = one.token, one.r, dy[one.token]
@@ -185,10 +185,9 @@ class _Map:
 
     def add_gradients(self, grad: np.ndarray, sums: Any, scale: float) -> None:
         if self.pair:
-            a, _ = self.pair
+            a, b = self.pair
             da, db = sums[self.projection]
-            _, inner = self.backward(grad)
-            da[self.expert] += scale * inner.T @ self.rows
+            da[self.expert] += scale * (self.scale * (grad @ b)).T @ self.rows
             db[self.expert] += scale * grad.T @ (self.scale * self.rows @ a.T)
 
 
@@ -196,7 +195,8 @@ def pair_of(lora: Any, projection: str, expert: int) -> tuple[np.ndarray, np.nda
     """One expert's (a, b) in float64; None without one."""
     if lora is None or projection not in lora.pairs:
         return None
-    return tuple(_numbers(matrices[expert]) for matrices in lora.pairs[projection])
+    a, b = lora.pairs[projection]
+    return _numbers(a[expert]), _numbers(b[expert])
 
 
 def _numbers(array: Any) -> np.ndarray:

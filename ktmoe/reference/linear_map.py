@@ -26,7 +26,8 @@ from ktmoe.reference.weights import (
     splits,
     term_sizes,
 )
-from ktmoe.weights.formats import Minimum, WeightFormat
+from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.offsets import Minimum
 
 #: Scale kinds that a backend may fold into weights that are bfloat16 numbers then, exactly.
 FOLDED_EXACTLY = ("ue8m0", "e4m3")
@@ -63,20 +64,20 @@ def linear(
         weights, flushed, scales = round_bfloat16(weights), None, None  # as those of b16, and all normal or zero
     split = tuned_for == "prefill" and scales is not None and splits(matrix)
     of_terms = term_sizes(matrix, rows) if split else None
-    group, block = _groups(given.group if scales is not None else None, format, matrix.shape[1], block)
+    group, block = _groups(given.group if scales is not None else 0, format, matrix.shape[1], block)
     forms = mode_of(activations).forms
     integers = forms != ("bf16",) and integer_unit(format) is not None  # may be; errors of bf16 rows are not smaller
     unit = integer_unit(format) if integers else 1.0
     limit = MAX_FLOAT32 / (1 + gamma(matrix.shape[1] + 1))
     total, eps, spread = (np.zeros((len(a), len(weights))) for _ in range(3))  # spread: what changed operands can have added
-    less = _Minima(format.offset.scale.extent[1], total) if minima is not None else None
+    less = _Minima(format.offset.scale.extent[1], total) if isinstance(format.offset, Minimum) else None
     for start in range(0, matrix.shape[1], block):
         if start % group == 0:
             of_this, in_group, sizes = np.zeros_like(total), 0.0, 0.0
         k = slice(start, start + block)
         w, size = weights[:, k].T, np.abs(a[:, k]) + eps_a[:, k]
         terms = size @ np.abs(w)
-        if less:
+        if less and minima is not None:
             less.add(a[:, k], size, eps_a[:, k], minima[:, k].T)
             # x that is denormal may count as 0 in products, but not in the sums of x
             spread = spread + flush_to_zero(a[:, k], eps_a[:, k]) @ np.abs(minima[:, k].T)
@@ -104,12 +105,12 @@ def linear(
         if "bf16" not in forms:  # each of the sums is exact
             of_sums = gamma(_before_the_fma(format, activations)) * terms + lost
             error = of_sums + gamma(sums) * (of_all + of_sums) + sums * TINY
-        elif scales is None or (format.scale.kind in FOLDED_EXACTLY and not format.super_scale):
+        elif scales is None or (format.scales["scales"].kind in FOLDED_EXACTLY and not format.super_scale):
             # such a scale may also be folded into the weights, whose products are then added to the total
             error = gamma(n) * np.maximum(of_group, of_all) + flush
         else:
             error = gamma(n + bool(format.super_scale)) * of_group + gamma(sums) * of_all + flush
-        if split and "bf16" in forms:
+        if of_terms is not None and "bf16" in forms:
             of_two = of_all + size @ of_terms[:, k].T - terms
             overflow |= of_two >= limit
             error = np.maximum(error, gamma(2 * n) * of_two + (1 + gamma(2 * n)) * 2 * n * TINY)
@@ -134,9 +135,9 @@ def _before_the_fma(format: WeightFormat, activations: str) -> int:
     return of_float32 + of_scales + of_wide + (format.super_scale is not None)
 
 
-def _groups(group: int | None, format: WeightFormat, k: int, block: int) -> tuple[int, int]:
+def _groups(group: int, format: WeightFormat, k: int, block: int) -> tuple[int, int]:
     """The k that share a scale, all of them if there is none; and blocks that are parts of what shares a scale or a minimum, or
-    whole ones."""
+    whole ones. group: 0 if there is no scale."""
     lengths = [group] if group else []
     if isinstance(format.offset, Minimum):
         lengths.append(format.offset.scale.extent[1])

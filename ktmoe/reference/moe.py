@@ -146,7 +146,8 @@ def forward(
             if router_weight == "down_input":
                 h, eps_h = h * r, after_rounding(h * r, np.abs(r) * eps_h)
             # rounding is monotone: a backend's h lies between the roundings of h - eps_h and h + eps_h
-            h, eps_h = operand(*(round_bfloat16(v) for v in (h, h - eps_h, h + eps_h)), of_h)
+            h, low, high = (round_bfloat16(v) for v in (h, h - eps_h, h + eps_h))
+            h, eps_h = operand(h, low, high, of_h)
             down = experts.matrix(expert, "down")
             # the whole matrix folds or does not, whatever one of its parts might do
             of_down = (

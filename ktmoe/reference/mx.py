@@ -65,7 +65,7 @@ def _down(v: Any) -> Any:
 
 
 #: (target, rule): the exponent e of a block's scale by its largest magnitude, and how a quotient becomes an integer.
-_RULES = {
+_RULES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("mxfp4", "ceil"): (_ceil, np.rint),
     ("mxfp4", "round"): (_round, np.rint),
     ("mxfp4", "floor"): (_floor, np.rint),

@@ -99,7 +99,8 @@ class Rows:
         if call.router_weight == "down_input":
             h, eps_h = h * self.r, after_rounding(h * self.r, np.abs(self.r) * eps_h)
         # rounding is monotone: a backend's h lies between the roundings of h - eps_h and h + eps_h
-        self.h, self.eps_h = operand(*(round_bfloat16(v) for v in (h, h - eps_h, h + eps_h)), "bf16")
+        h, low, high = (round_bfloat16(v) for v in (h, h - eps_h, h + eps_h))
+        self.h, self.eps_h = operand(h, low, high, "bf16")
         if "down" in self.pairs:
             self._of_a("down", self.h, self.eps_h)
 
@@ -154,7 +155,7 @@ class BackwardRows:
         where, r = self.call.router_weight, rows.r
         down = rows.matrices["down"]
         of_h = [transposed(down, *gradient_rows(down, dy, dy, dy), self.call.rounding)]
-        self.inner = {}
+        self.inner: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         if "down" in rows.pairs:
             self._through("down", self.dy, self.eps_dy, of_h)
         self.dh = together(of_h)
@@ -164,7 +165,7 @@ class BackwardRows:
         grads = derive(self.call.experts.activation, *rows.g, *rows.u, *t)
         #: projection: (dG or dU, the least and the largest that a backend may have)
         self.grads = {
-            p: tuple(round_bfloat16(v) for v in (value, value - eps, value + eps))
+            p: (round_bfloat16(value), round_bfloat16(value - eps), round_bfloat16(value + eps))
             for p, (value, eps) in zip(("gate", "up"), grads, strict=True)
         }
 
@@ -188,14 +189,15 @@ class BackwardRows:
             sums = [] if first else adapted.copy()
             for projection, ends in self.grads.items():
                 matrix = self.rows.matrices[projection]
-                of_rows = gradient_rows(matrix, *(v[:, n] for v in ends), n)
+                v, low, high = (end[:, n] for end in ends)
+                of_rows = gradient_rows(matrix, v, low, high, n)
                 sums.append(transposed(matrix, *of_rows, self.call.rounding, n))
             of_shard, eps_shard = together(sums)
             value.append(of_shard)
             eps.append(eps_shard)
             size = size + np.abs(of_shard) + eps_shard
-        total = sum(eps) + gamma(len(eps) - 1) * size
-        return sum(value), np.where(size < MAX_FLOAT32, total, np.inf)
+        of_all: Any = sum(value)
+        return of_all, np.where(size < MAX_FLOAT32, sum(eps) + gamma(len(eps) - 1) * size, np.inf)
 
     @property
     def dr(self) -> tuple[np.ndarray, np.ndarray]:

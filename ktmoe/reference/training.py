@@ -71,9 +71,7 @@ def training_forward(
                 np.add.at(eps[shard], rows.token, np.abs(r) * eps_d)
                 np.add.at(size[shard], rows.token, np.abs(r) * size_d)
         return Forward(
-            call.added_up(y, eps, size),
-            *(Reference(value, bound(value, error)) for value, error in kept.values()),
-            Reference(t[0], bound(*t)) if lora else None,
+            call.added_up(y, eps, size), _reference(kept["g"]), _reference(kept["u"]), _reference(t) if lora else None
         )
 
 
@@ -114,6 +112,12 @@ def training_backward(
                     target[:, rows.expert] = one.value, np.where(one.size + one.eps < MAX_FLOAT32, one.eps, np.inf)
         return Backward(
             call.added_up(dx, eps, size),
-            Reference(dr[0], bound(*dr)),
-            {p: tuple(Reference(value, bound(value, error)) for value, error in pair) for p, pair in sums.items()},
+            _reference(dr),
+            {p: (_reference(da), _reference(db)) for p, (da, db) in sums.items()},
         )
+
+
+def _reference(found: np.ndarray) -> Reference:
+    """found: the value and its error."""
+    value, error = found
+    return Reference(value, bound(value, error))

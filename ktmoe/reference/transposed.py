@@ -18,7 +18,8 @@ from ktmoe.reference.errors import MAX_FLOAT32, gamma
 from ktmoe.reference.operands import operand
 from ktmoe.reference.weights import BLOCK, TINY, folds, round_bfloat16
 from ktmoe.weights.elements import NUMBERS
-from ktmoe.weights.formats import Minimum, WeightFormat, ZeroPoint
+from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.offsets import Minimum, ZeroPoint
 from ktmoe.weights.scales import SCALE_KINDS
 
 #: Significant bits of float32, of bfloat16 and of a sum of two bfloat16 numbers.
@@ -104,7 +105,8 @@ def together(sums: Sequence[Sum]) -> tuple[np.ndarray, np.ndarray]:
     blocks in turns with those of the others. Then no partial sum is larger than all their sizes together."""
     size = sum(one.size for one in sums)
     eps = sum(one.eps + one.roundings * (size - one.size) for one in sums) + gamma(len(sums) - 1) * size
-    return sum(one.value for one in sums), np.where(size + eps < MAX_FLOAT32, eps, np.inf)
+    total: Any = sum(one.value for one in sums)
+    return total, np.where(size + eps < MAX_FLOAT32, eps, np.inf)
 
 
 def gradient_rows(matrix: Matrix, v: Any, low: Any, high: Any, rows: Any = slice(None)) -> tuple[np.ndarray, np.ndarray]:
@@ -112,11 +114,11 @@ def gradient_rows(matrix: Matrix, v: Any, low: Any, high: Any, rows: Any = slice
     between low and high: times the factor of each n, or divided by it, rounded to float32 and then to bfloat16."""
     if matrix.format.factor is None:
         return operand(v, low, high, "bf16")
-    of_row = factors(matrix, rows)
+    of_row, divides = factors(matrix, rows), matrix.format.factor.divides
 
     def rounded(number: Any) -> Any:
         # float64 has the product, and rounds the quotient without harm (Figueroa 1995)
-        scaled = number / of_row if matrix.format.factor.divides else number * of_row
+        scaled = number / of_row if divides else number * of_row
         return round_bfloat16(scaled.astype(np.float32))
 
     v, *ends = (rounded(number) for number in (v, low, high))
@@ -171,7 +173,7 @@ def operand_weights(format: WeightFormat, given: Weights) -> tuple[np.ndarray, n
         weights = given.scaled - given.minima
         lost = lost + gamma(of_minima) * np.abs(given.minima)
         lost = lost + gamma(1) * (np.abs(weights) + lost)
-    if format.super_scale:  # a product with a scale that is denormal
+    if format.super_scale and given.scales is not None:  # a product with a scale that is denormal
         denormal = (np.abs(given.scales) < TINY) & (given.scales != 0)
         lost = lost + 2.0**-149 * given.largest * spread(denormal, given.group, weights.shape[1])
     return weights, _lost(weights, lost)

@@ -13,7 +13,9 @@ import numpy as np
 
 from ktmoe.dequantization import in_rows, read
 from ktmoe.matrix import Matrix
-from ktmoe.weights.formats import Minimum, WeightFormat, ZeroPoint
+from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.offsets import Minimum, ZeroPoint
+from ktmoe.weights.scales import Scale
 
 #: Smallest normal number of float32 and bfloat16: what a flush to zero can change a number by.
 TINY = 2.0**-126
@@ -79,7 +81,8 @@ def integer_unit(format: WeightFormat) -> float | None:
 
 def small_integers(format: WeightFormat) -> bool:
     """Whether the integers that a format's values are multiples of a unit by need at most 5 bits and a sign: 16 and less."""
-    return np.abs(np.array(format.element.values)).max() <= 16 * integer_unit(format)
+    unit = integer_unit(format)
+    return unit is not None and bool(np.abs(np.array(format.element.values)).max() <= 16 * unit)
 
 
 def folds(matrix: Matrix) -> bool:
@@ -128,10 +131,10 @@ def splits(matrix: Matrix) -> bool:
         return False
     matrix.refuse()
     powers = [_powers(value) for value in matrix.format.element.values]
-    if None in powers or np.signbit(matrix.scales).any():
+    scales = matrix.stored["scales"].astype(np.float64)
+    if None in powers or np.signbit(scales).any():
         return False
-    scales = matrix.scales.astype(np.float64)
-    scales, terms = scales[scales > 0], [term for pair in powers for term in pair if term]
+    scales, terms = scales[scales > 0], [term for pair in powers if pair for term in pair if term]
     if not terms or not scales.size:
         return bool(terms)
     return bool(scales.min() >= TINY and scales.max() < 2.0**125 and scales.min() * min(terms) >= TINY)
@@ -140,7 +143,7 @@ def splits(matrix: Matrix) -> bool:
 def term_sizes(matrix: Matrix, rows: Any = slice(None)) -> np.ndarray:
     """The sum of the sizes of the two numbers that each weight is a sum of."""
     matrix = in_rows(matrix)
-    values = tuple(sum(_powers(value)) for value in matrix.format.element.values)
+    values = tuple(sum(pair) for pair in map(_powers, matrix.format.element.values) if pair)  # splits() says: each has one
     element = replace(matrix.format.element, values=values)
     return read(replace(matrix, format=replace(matrix.format, element=element)), rows).scaled
 
@@ -149,11 +152,11 @@ def columns_of(matrix: Matrix, first: int, last: int) -> Matrix:
     """A matrix with k from first to last, which cut nothing that is shared; the bias goes with k = 0. It is in rows."""
     matrix = in_rows(matrix)
     format, offset = matrix.format, matrix.format.offset
-    shared = {"scales": format.scale, "super_scales": format.super_scale}
+    shared: dict[str, Scale | ZeroPoint | None] = {"scales": format.scale, "super_scales": format.super_scale}
     shared["offsets"] = offset.scale if isinstance(offset, Minimum) else offset
     shared["super_offsets"] = offset.super_scale if isinstance(offset, Minimum) else None
     step = 2 if format.element.bits == 4 else 1
-    arrays = {"codes": matrix.codes[:, first // step : -(-last // step)]}
+    arrays: dict[str, Any] = {"codes": matrix.codes[:, first // step : -(-last // step)]}
     for label, of in shared.items():
         if of:
             arrays[label] = getattr(matrix, label)[:, first // of.extent[1] : -(-last // of.extent[1])]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from ktmoe.synthetic.tensors import Shaper, Tensor, numbers
 from ktmoe.weights.elements import NUMBERS
 from ktmoe.weights.formats import WeightFormat
 from ktmoe.weights.ggml import GGML, TYPES
-from ktmoe.weights.records import Field
+from ktmoe.weights.offsets import Minimum
+from ktmoe.weights.records import Field, RecordOrder, Records
 from ktmoe.weights.scales import SCALE_KINDS
 
 #: llama.cpp's names of mixed types, that of most tensors, and that of the down projections of some layers.
@@ -89,11 +90,11 @@ def write_gguf(
         raise
 
 
-def _write(path: Path, metadata: Mapping[str, object], tensors: list[GgufTensor], seed: int) -> None:
+def _write(path: Path, metadata: Mapping[str, object], tensors: Sequence[Tensor], seed: int) -> None:
     with path.open("wb") as file:
         file.write(header(metadata, tensors))
         for tensor in tensors:
-            file.write(tensor.read(0, tensor.nbytes, seed))
+            file.write(tensor.read(0, tensor.nbytes, seed).data)
             file.write(bytes(-tensor.nbytes % ALIGNMENT))
 
 
@@ -109,7 +110,7 @@ def gguf_experts(
     return load(_model(types, num_experts, hidden, intermediate, 1, 8), seed)
 
 
-def header(metadata: Mapping[str, object], tensors: list[GgufTensor]) -> bytes:
+def header(metadata: Mapping[str, object], tensors: Sequence[Tensor]) -> bytes:
     """The header of a file of version 3. metadata: str, bool, int, float and lists of str."""
     out = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
     for key, value in metadata.items():
@@ -142,7 +143,7 @@ def _model(types: str, num_experts: int, hidden: int, intermediate: int, layers:
         raise InputError(f"types: expected one of {', '.join([*MIXED, *GGML])}, found {types!r}")
     step = math.lcm(*(GGML[name].code_unit[1] for name in (usual, better)))
     check(hidden=(hidden, step), intermediate=(intermediate, step), num_experts=(num_experts, 1))
-    tensors = []
+    tensors: list[Tensor] = []
     for layer in range(layers):
         for projection in PROJECTIONS:
             n, k = (hidden, intermediate) if projection == "down" else (intermediate, hidden)
@@ -168,7 +169,7 @@ def weights(weight_format: WeightFormat, k: int) -> Shaper:
     if weight_format.element.family in NUMBERS:
         size = math.sqrt(3 / k)
         return numbers(weight_format.element.codes_dtype, -size, size)
-    order, fields = weight_format.order, _fields(weight_format, k)
+    order, fields = _records(weight_format), _fields(weight_format, k)
 
     def shape(out: np.ndarray) -> None:
         records = out.reshape(-1, order.nbytes)
@@ -184,10 +185,16 @@ def weights(weight_format: WeightFormat, k: int) -> Shaper:
 
 def _balance(weight_format: WeightFormat, records: np.ndarray) -> None:
     """Give TQ2_0's random records no code 3, which its writers do not have, so that weights are -1, 0 and 1."""
-    if weight_format == GGML["TQ2_0"]:
-        (plane,) = weight_format.order.planes
-        codes = records[:, plane.offset : plane.offset + weight_format.order.weights // plane.pieces]
+    order = weight_format.order
+    if weight_format == GGML["TQ2_0"] and isinstance(order, Records):
+        (plane,) = order.planes
+        codes = records[:, plane.offset : plane.offset + order.weights // plane.pieces]
         codes &= ~((codes & codes >> 1 & np.uint8(0x55)) << 1)
+
+
+def _records(weight_format: WeightFormat) -> RecordOrder:
+    """The order of a format whose element is no number."""
+    return cast("RecordOrder", weight_format.order)  # as all such types of GGML have
 
 
 def _fields(weight_format: WeightFormat, k: int) -> list[tuple[Field, np.dtype, Shaper]]:
@@ -195,7 +202,7 @@ def _fields(weight_format: WeightFormat, k: int) -> list[tuple[Field, np.dtype, 
     spread, ratio = _sizes(weight_format)
     unit = 1 / math.sqrt(k) / spread / math.sqrt(1.75)  # the mean square from 0.5 to 2 is 1.75
     fields = []
-    for label, field in weight_format.order.fields.items():
+    for label, field in _records(weight_format).fields.items():
         scale = weight_format.scales[label]
         if scale.kind == "fp16":
             size = unit * (ratio if "offsets" in label else 1)
@@ -212,8 +219,8 @@ def _sizes(weight_format: WeightFormat) -> tuple[float, float]:
     """(standard deviation, ratio) of weights of random records, whose minima are multiplied by `ratio` so that their mean is 0,
     where the records' scales that are no integers are 1.
     """
-    order = weight_format.order
-    records = np.random.default_rng(0).integers(0, 256, (_SAMPLE, order.nbytes), np.uint8)
+    order = _records(weight_format)
+    records: np.ndarray = np.random.default_rng(0).integers(0, 256, (_SAMPLE, order.nbytes), np.uint8)
     records &= ~order.spare
     _balance(weight_format, records)
     stored = weight_format.rows({"codes": records}, _SAMPLE, order.weights)
@@ -232,7 +239,8 @@ def _sizes(weight_format: WeightFormat) -> tuple[float, float]:
         return float(terms.std()), 0.0
     ratio = float(terms.mean() / minima.mean())
     deviation = float((terms - ratio * minima).std())
-    return deviation, -ratio if weight_format.offset.added else ratio
+    added = isinstance(weight_format.offset, Minimum) and weight_format.offset.added
+    return deviation, -ratio if added else ratio
 
 
 def _factors(k: int) -> Shaper:

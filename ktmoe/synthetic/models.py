@@ -80,7 +80,7 @@ def _deepseek_v4(layers: list[str], num_experts: int, hidden: int, intermediate:
         for name, n, k in matrices(f"{base}.ffn.experts", NUMBERED_STEMS, num_experts, hidden, intermediate):
             tensors += [
                 Tensor(f"{name}.weight", "I8", (n, k // 2), uniform),
-                Tensor(f"{name}.scale", "F8_E8M0", MXFP4.scale.shape(n, k), scales(MXFP4, k)),
+                Tensor(f"{name}.scale", "F8_E8M0", MXFP4.scales["scales"].shape(n, k), scales(MXFP4, k)),
             ]
     config = {
         "architectures": ["DeepseekV4ForCausalLM"],
@@ -207,7 +207,7 @@ def _kimi_k2(layers: list[str], num_experts: int, hidden: int, intermediate: int
         for name, n, k in matrices(f"{base}.mlp.experts", PROJ_STEMS, num_experts, hidden, intermediate):
             tensors += [
                 Tensor(f"{name}.weight_packed", "I32", (n, k // 8), uniform),
-                Tensor(f"{name}.weight_scale", "BF16", weight_format.scale.shape(n, k), scales(weight_format, k)),
+                Tensor(f"{name}.weight_scale", "BF16", weight_format.scales["scales"].shape(n, k), scales(weight_format, k)),
                 Tensor(f"{name}.weight_shape", "I32", (2,), constant(np.array([n, k], "<i4"))),
             ]
     weights = {"num_bits": 4, "group_size": group, "strategy": "group", "symmetric": True, "type": "int", "actorder": None}

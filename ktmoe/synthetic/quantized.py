@@ -86,7 +86,7 @@ class Published:
             for name, n, k in matrices(f"{layer}.{self.module}", self.stems, num_experts, hidden, intermediate):
                 for label, (_, shape) in self.format.arrays(n, k).items():
                     ending, dtype = self.tensors[label]
-                    if label == "factor":
+                    if label == "factor" and self.factor_shape:
                         shape = self.factor_shape(n)
                     tensors.append(Tensor(name + ending, dtype, shape, self._shaper(label, dtype, k)))
                 for (ending, dtype), (shape, shaper) in self.more.items():
@@ -193,7 +193,7 @@ PUBLISHED = {
         },
         hidden=2048,
         intermediate=768,
-        more={(".input_scale", "F32"): (lambda n, k: (), lambda n, k: constant(np.float32([0.01])))},
+        more={(".input_scale", "F32"): (lambda n, k: (), lambda n, k: constant(np.array([0.01], np.float32)))},
         factor_shape=lambda n: (),
     ),
     "GPTQ": Published(

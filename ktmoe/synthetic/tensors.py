@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from ktmoe.weights.elements import Element
-from ktmoe.weights.formats import WeightFormat, ZeroPoint
+from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.offsets import ZeroPoint
 
 #: The dtypes by their names in a safetensors header: the writer's names, and bytes per element.
 DTYPES = {

@@ -15,6 +15,8 @@ class AbsentWeight:
     """
 
     __slots__ = ("_of", "shape")
+    _of: str
+    shape: torch.Size
     dtype, device, requires_grad = torch.bfloat16, torch.device("cpu"), False
     _is_hf_initialized = True  # transformers initializes nothing that has this mark
 

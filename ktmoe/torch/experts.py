@@ -47,8 +47,9 @@ class MoEExperts(torch.nn.Module):
             lora.check(self.spec)
         self.alpha = lora.alpha if lora else 1.0
         self.projections = lora.projections if lora else ()
+        pairs = lora.pairs if lora else {}
         for projection in self.projections:
-            for name, array in zip("ab", lora.pairs[projection], strict=True):
+            for name, array in zip("ab", pairs[projection], strict=True):
                 self.register_parameter(f"lora_{projection}_{name}", torch.nn.Parameter(_copied(array)))
 
     @property

@@ -131,7 +131,8 @@ def on_cpu(product: Any, x: torch.Tensor, inputs: tuple[int, ...], outputs: tupl
 def copied(module: torch.nn.Module, memo: dict[int, Any], *kept: Any) -> Any:
     """copy.deepcopy() of a module, but for what copies share."""
     memo.update({id(each): each for each in kept})
-    memo[id(module)] = other = type(module).__new__(type(module))
+    kind: Any = type(module)
+    memo[id(module)] = other = kind.__new__(kind)
     other.__dict__.update(copy.deepcopy(module.__dict__, memo))
     return other
 

@@ -93,7 +93,7 @@ def loras(model: torch.nn.Module) -> dict[int | str, Lora]:
         ([0, 1], ('down',))
     """
     found = {name: module for name, module in model.named_modules() if isinstance(module, MoEExperts) and module.projections}
-    return {key: found[name].lora for name, key in _named(found).items()}
+    return {key: lora for name, key in _named(found).items() if (lora := found[name].lora) is not None}
 
 
 def _named(modules: Iterable[str]) -> dict[str, int | str]:

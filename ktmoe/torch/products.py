@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from ktmoe.layer import MoELayer
-from ktmoe.linear import Linear, compute
+from ktmoe.linear import Linear
 from ktmoe.linear_group import LinearGroup
+from ktmoe.linear_products import compute
 
 #: Dtypes that Linears take, and a dtype of the same size that numpy has.
 NUMPY_DTYPES = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}

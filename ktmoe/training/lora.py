@@ -58,7 +58,8 @@ class Lora:
             pair = pairs[projection]
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise InputError(f"{projection} must be (a, b), found {show(pair)}")
-            self.pairs[projection] = tuple(_checked(m, f"{projection}'s {n}", finite) for n, m in zip("ab", pair, strict=True))
+            a, b = pair
+            self.pairs[projection] = _checked(a, f"{projection}'s a", finite), _checked(b, f"{projection}'s b", finite)
         first, _ = self.pairs[self.projections[0]]
         self.num_experts, self.rank = first.shape[:2]
         if not self.num_experts or not 1 <= self.rank <= RANK_MAX:

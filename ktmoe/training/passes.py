@@ -129,7 +129,7 @@ class Training:
             self._passes.forward_training(*arguments, target, adapter, taken)
         saved = None
         if save:
-            adapted = lora and (lora.projections, lora.rank)
+            adapted = None if lora is None else (lora.projections, lora.rank)
             saved = Saved(*arguments, taken, adapted, self.layer, batch.x.restore)
         return batch.x.restore(target) if out is None else out, saved
 
@@ -237,7 +237,7 @@ def _open(layer: MoELayer, what: str) -> Packed:
 
 def _zeros(lora: Lora) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Zeros for gradients to be added to: memory of experts without tokens is not even touched."""
-    return {projection: tuple(np.zeros(array.shape, np.float32) for array in pair) for projection, pair in lora.pairs.items()}
+    return {p: (np.zeros(a.shape, np.float32), np.zeros(b.shape, np.float32)) for p, (a, b) in lora.pairs.items()}
 
 
 def _checked_targets(lora: Lora, into: Mapping[str, tuple[AnyArray, AnyArray]], others: list[np.ndarray]) -> dict[str, Any]:

@@ -75,10 +75,12 @@ class DenseFromCheckpoint:
         self._options, self._dtype = options, dtype
         self._planned: dict[str, _Planned] = {}
         self._arenas: dict[tuple[str, int], Arenas] = {}
-        self.needs_quantizer, self.refused = False, None
+        self.needs_quantizer = False
+        self.refused: KtmoeError | None = None
         with ExitStack() as resources:
             checkpoint = resources.enter_context(Checkpoint(path))
-            cache = Cache(options.cache, checkpoint) if cached and options.dense == "packed" else None
+            wanted = options.cache if cached and options.dense == "packed" else None
+            cache = None if wanted is None else Cache(wanted, checkpoint)
             by_parameter = {each.parameter: each for each in found}
             if is_gguf(checkpoint.config):
                 stored = parameters(checkpoint).matrices

@@ -49,10 +49,12 @@ def stored_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[st
             renamed, converter = rename_source_key(weight, [], [], prefix, parameters)
         base = weight.removesuffix(".weight")
         if converter is None and renamed in parameters and base in bases:
-            found[renamed] = StoredParameter(
-                (base,), is_plain(checkpoint, base), lambda base=base: [find_matrix(checkpoint, base)]
-            )
+            found[renamed] = StoredParameter((base,), is_plain(checkpoint, base), _finder(checkpoint, base))
     return found
+
+
+def _finder(checkpoint: Checkpoint, base: str) -> Callable[[], list[StoredMatrix]]:
+    return lambda: [find_matrix(checkpoint, base)]
 
 
 def is_plain(checkpoint: Checkpoint, base: str) -> bool:

@@ -50,7 +50,7 @@ def check_size(model: PreTrainedModel, found_experts: Sequence[Experts], files: 
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name not in experts}
     nbytes = sum(os.path.getsize(file) for file in files or ())
     if files and (found := sum(sizes.values())) > _MOST_IN_A_BYTE * nbytes:
-        largest = max(sizes, key=sizes.get)
+        largest = max(sizes, key=sizes.__getitem__)
         shape = list(model.get_parameter(largest).shape)
         raise CheckpointError(
             f"{folder_of_files(files)}: expected at most {_MOST_IN_A_BYTE} parameters for each of {nbytes} bytes, found "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps
 
+from ktmoe.distributed.layer import DistributedLayer
 from ktmoe.errors import CheckpointError, KtmoeError
 from ktmoe.layer import MoELayer
 from ktmoe.transformers.function import adopt, attach, check_packable, pack_tensors
@@ -29,7 +30,7 @@ class FromParameters(ConversionOps):
         self._resources = ExitStack()
         self._report = self._resources.enter_context(options.reporting(sum(experts.nbytes for experts in found)))
         self._read: dict[str, dict[str, torch.Tensor]] = {experts.name: {} for experts in found}
-        self._packed: list[tuple[Experts, MoELayer]] = []
+        self._packed: list[tuple[Experts, MoELayer | DistributedLayer]] = []
         self._error: Exception | None = None
 
     def wants(self, parameter: str) -> bool:

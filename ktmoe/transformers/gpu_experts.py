@@ -42,13 +42,14 @@ def choose(gpu_experts: object, model: torch.nn.Module, counts: Mapping[str, int
         if not 0 <= mask <= least:
             raise InputError(f"gpu_experts: expected 0 to {least} experts of each layer, found {mask}")
         return [np.arange(mask) for _ in counts]
-    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)  # also those without experts
+    layers: Any = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)  # also those without experts
     if mask.dtype == np.bool_ and least == count:
         if mask.shape in ((count,), (modules, count)):
             return [np.flatnonzero(row) for row in np.broadcast_to(mask, (modules, count))]
         numbers = [layer_of(name) for name in counts]
-        if mask.shape == (layers, count) and None not in numbers and max(numbers) < layers:
-            return [np.flatnonzero(mask[number]) for number in numbers]
+        known = [number for number in numbers if number is not None]
+        if mask.shape == (layers, count) and len(known) == modules and max(known) < layers:
+            return [np.flatnonzero(mask[number]) for number in known]
     rows = f"{modules} layers" if layers in (None, modules) else f"{modules} layers with experts or all {layers} layers"
     expected = f"a number, or bool [{count} experts] or [{rows}, {count} experts]"
     raise InputError(f"gpu_experts: expected {expected}, found {mask.dtype} {list(mask.shape)}")
@@ -110,15 +111,15 @@ class GpuExperts(torch.nn.Module):
         order = np.argsort(slots.ravel()[places], kind="stable")
         earlier = (np.cumsum(here, axis=1) - 1).ravel()[places][order]  # pairs of the same token that are to be added before
         places = places[order]
-        counts = np.bincount(slots.ravel()[places])
-        used = np.flatnonzero(counts)
+        uses = np.bincount(slots.ravel()[places])
+        used = np.flatnonzero(uses)
         rounds = [np.flatnonzero(earlier == number) for number in range(earlier.max() + 1)]
         indices = [places // ids.shape[1], places, *rounds]
         # one copy, since each takes a while, however small it is
         tokens, places, *rounds = (
             torch.from_numpy(np.concatenate(indices)).to(self.device).split([len(each) for each in indices])
         )
-        counts = dict(zip(used.tolist(), counts[used].tolist(), strict=True))
+        counts = dict(zip(used.tolist(), uses[used].tolist(), strict=True))
         return Chosen(tokens, places, counts, tuple(rounds), torch.from_numpy(np.where(here, -1, array)))
 
     def compute(self, hidden_states: torch.Tensor, top_k_weights: torch.Tensor, chosen: Chosen) -> torch.Tensor:

@@ -21,7 +21,8 @@ class JoinedProgress:
 
     def part(self, total: int) -> Progress | None:
         """What a part of so many bytes reports to. None if nobody listens. Make all parts before one begins."""
-        if self._report is None:
+        joined = self._report
+        if joined is None:
             return None
         index = len(self._done)
         self._done.append(0)
@@ -30,7 +31,7 @@ class JoinedProgress:
         def report(done: int, _total: int) -> None:
             with self._lock:
                 self._done[index] = done
-                self._report(sum(self._done), self._total)
+                joined(sum(self._done), self._total)
 
         return report
 

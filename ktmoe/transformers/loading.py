@@ -149,7 +149,7 @@ def _load(
         return model_class.from_pretrained(path, config=config, **{"dtype": "auto"} | from_pretrained)
 
 
-def _model_class(config: PreTrainedConfig) -> type:
+def _model_class(config: PreTrainedConfig) -> Any:
     """The class of transformers that config.json names first in "architectures", if that is a model's."""
     named = config.architectures
     first = named[0] if isinstance(named, list) and named else None

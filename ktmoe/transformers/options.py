@@ -123,14 +123,12 @@ class Options:
     def reporting(self, total: int) -> Iterator[Reporting]:
         """A function that makes the progress of one layer, of so many bytes, into that of all layers, of `total` bytes."""
         with ExitStack() as resources:
-            report = self.progress or None
-            if report is True:
-                report = resources.enter_context(bytes_done("loading"))
+            report = resources.enter_context(bytes_done("loading")) if self.progress is True else self.progress or None
             done = 0
 
             def of_layer(nbytes: int) -> Progress | None:
                 nonlocal done
                 before, done = done, done + nbytes
-                return report and (lambda now, _: report(before + now, total))
+                return (lambda now, _: report(before + now, total)) if report else None
 
             yield of_layer

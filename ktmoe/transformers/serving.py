@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import typer
 from huggingface_hub import set_async_client_factory
@@ -114,7 +115,7 @@ def converse(name: str, url: str, *, flags: Sequence[str], system: str | None, s
         raise KeyboardInterrupt
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Any) -> str:
     """What the server says of an error, in the form of OpenAI's if it could answer at all."""
     try:
         said = error.args[0] if isinstance(error, TextGenerationError) else error.response.json()["error"]

@@ -44,20 +44,19 @@ def gemm1(layer: MoELayer, x: AnyArray | BlockScaled, sorting: Sorting, scale_or
     order = checked_order(scale_order)
     pairs = pairs_of(sorting, mask)
     rounded = isinstance(x, BlockScaled)
-    if rounded:
-        torch = arrays.is_torch(x.codes)
-        x = values(*_checked_rows(x, "x", layer.hidden, mode.x, layer), x.format)
+    if isinstance(x, BlockScaled):
+        blocks = _blocks(x, "x", mode.x, layer)
+        torch, given = arrays.is_torch(blocks.codes), values(*checked(blocks, "x", layer.hidden), blocks.format)
         if layer.router_weight == "expert_input":
             raise InputError("x must not be rounded yet, since this layer's router weights multiply it; found BlockScaled")
     else:
-        torch = arrays.is_torch(x)
-        x = arrays.view(x, "x").array
-    expect_shape("x", x, (pairs.tokens, layer.hidden))
+        torch, given = arrays.is_torch(x), arrays.view(x, "x").array
+    expect_shape("x", given, (pairs.tokens, layer.hidden))
     # rows that a rule rounds stand without padding first
     count, rows = (pairs.size, pairs.rows) if mode.h is None else (len(pairs.filled), pairs.places)
     h = np.zeros((count, layer.intermediate), np.uint16)
     if pairs.filled.size:
-        packed.gate_up(arrays.contiguous(x), pairs.ids, pairs.weights, mask.view(np.uint8), rows, h, rounded)
+        packed.gate_up(arrays.contiguous(given), pairs.ids, pairs.weights, mask.view(np.uint8), rows, h, rounded)
     if mode.h is None:
         return give(h, torch)
     codes, scales = (_spread(array, pairs) for array in quantized(h, mode.h))
@@ -96,9 +95,11 @@ def gemm2(
         _enough(given, pairs)
         given, rows = arrays.contiguous(given), pairs.rows
     else:
-        codes, scales = _checked_rows(h, "h", layer.intermediate, mode.h, layer)
+        blocks = _blocks(h, "h", mode.h, layer)
+        codes, scales = checked(blocks, "h", layer.intermediate)
         _enough(codes, pairs)
-        torch, given, rows = arrays.is_torch(h.codes), values(codes[pairs.filled], scales[pairs.filled], h.format), pairs.places
+        torch, rows = arrays.is_torch(blocks.codes), pairs.places
+        given = values(codes[pairs.filled], scales[pairs.filled], blocks.format)
     shape = pairs.tokens, layer.hidden
     if out is None:
         room_for(pairs.tokens * layer.hidden * DTYPES[dtype].itemsize, f"{layer.name}: y of {pairs.tokens} tokens")
@@ -128,13 +129,13 @@ def _of(layer: MoELayer) -> Any:
     return stages, mode_of(layer.activations), checked_mask(layer.spec, layer.expert_mask).copy()
 
 
-def _checked_rows(rows: Any, name: str, columns: int, rule: Rule | None, layer: MoELayer) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and plain scales of rows that must be what the layer's mode makes of x or h."""
+def _blocks(rows: AnyArray | BlockScaled, name: str, rule: Rule | None, layer: MoELayer) -> BlockScaled:
+    """The rows as they are. Raises InputError if they are not of the format that the layer's mode makes of x or h."""
     wanted = f"BlockScaled {rule.target!r}" if rule else "bfloat16"
     if not rule or not isinstance(rows, BlockScaled) or rows.format != rule.target:
         found = f"BlockScaled {show(rows.format)}" if isinstance(rows, BlockScaled) else type(rows).__name__
         raise InputError(f"{name} must be {wanted} in mode {layer.activations!r}, found {found}")
-    return checked(rows, name, columns)
+    return rows
 
 
 def _enough(h: np.ndarray, pairs: Pairs) -> None:

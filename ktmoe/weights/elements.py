@@ -60,7 +60,10 @@ class Element:
         """Whether the values are such as int's are."""
         if len(self.values) == 256:
             return self.values in _INTEGERS
-        return 0.0 in self.values and self.values == tuple(self.values[0] + code for code in range(len(self.values)))
+        least = self.values[0]
+        if least is None or 0.0 not in self.values:
+            return False
+        return self.values == tuple(least + code for code in range(len(self.values)))
 
     @property
     def bits(self) -> int:

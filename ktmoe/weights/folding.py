@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ktmoe.weights.elements import Element
 from ktmoe.weights.formats import WeightFormat
 
 #: What MoELayer's `rounding` may be: whether a scaled weight may be rounded to bfloat16.
@@ -33,7 +34,7 @@ def fold_range(weight_format: WeightFormat, rounding: str = "exact", terms: int 
     if scale is None or scale.extent[0] != 1 or weight_format.offset or weight_format.super_scale:
         return _NONE
     if terms == 2:
-        return _terms_range(weight_format)
+        return _terms_range(weight_format.element, scale.kind)
     rounded = scale.kind in ("bf16", "fp16")
     if rounded and rounding != "folded":
         return _NONE
@@ -61,16 +62,14 @@ def fold_range(weight_format: WeightFormat, rounding: str = "exact", terms: int 
     return _NONE
 
 
-def _terms_range(weight_format: WeightFormat) -> tuple[int, int]:
-    if weight_format.scale.kind != "bf16" or weight_format.element.family != "q4":
+def _terms_range(element: Element, kind: str) -> tuple[int, int]:
+    if kind != "bf16" or element.family != "q4":
         return _NONE
-    sums = [two_terms(value) for value in weight_format.element.values]
-    if None in sums:
-        return _NONE
-    exponents = _exponents([term for terms in sums for term in terms])
+    sums = [two_terms(value) for value in element.values if value is not None]
+    exponents = _exponents([term for terms in sums if terms for term in terms])
     # kernels/q4_amx_terms.c subtracts (252 << 7) - bits of the scale, which must not be negative, from a term's exponent field
     # raised by 125, which must not run into the sign.
-    if not exponents or min(exponents) < -126 or max(exponents) > 3:
+    if None in sums or not exponents or min(exponents) < -126 or max(exponents) > 3:
         return _NONE
     return max(1, 1 - min(exponents)), 251
 

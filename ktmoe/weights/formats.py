@@ -11,108 +11,9 @@ import numpy as np
 from ktmoe.errors import FormatError
 from ktmoe.forks import cached_property
 from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, FP16, FP32, INT4, INT8, INT8_PLUS_128, NUMBERS, UINT4, Element
+from ktmoe.weights.offsets import Minimum, ZeroPoint
 from ktmoe.weights.order import AWQ, GPTQ, ROWS, Components, Shapes, SourceOrder
-from ktmoe.weights.scales import Scale
-
-
-@dataclass(frozen=True)
-class ZeroPoint:
-    """An integer z for each group of weights: weight = (value - z) * scale, z = (stored + plus) mod 16.
-
-    extent: (rows, columns) of the matrix that share one; the rows must be 1.
-
-    Examples:
-        >>> element, scale = ktmoe.uint4(64).element, ktmoe.Scale("fp16", (1, 64))
-        >>> ktmoe.WeightFormat(element, scale, offset=ktmoe.ZeroPoint((1, 64))).description
-        'UINT4 with fp16 scales per 1x64, zero points per 1x64'
-    """
-
-    extent: tuple[int, int]
-    plus: int = 0
-
-    def __post_init__(self) -> None:
-        if self.extent[0] != 1 or self.extent[1] < 1:
-            raise FormatError(f"a zero point's extent must be 1 x at least 1, found {self.extent}")
-
-    @property
-    def description(self) -> str:
-        return f"zero points per {self.extent[0]}x{self.extent[1]}"
-
-    def shape(self, n: int, k: int) -> tuple[int, int]:
-        """How many zero points a matrix [n, k] has, along n and along k.
-
-        Examples:
-            >>> ktmoe.ZeroPoint((1, 64)).shape(8, 256)
-            (8, 4)
-        """
-        return n, -(-k // self.extent[1])
-
-    def numbers(self, points: np.ndarray) -> np.ndarray:
-        """z of zero points as they are stored, one an item.
-
-        Examples:
-            >>> ktmoe.ZeroPoint((1, 64), plus=1).numbers(np.array([7, 15], np.uint8))
-            array([8, 0], dtype=uint8)
-        """
-        return (points + np.uint8(self.plus)) & np.uint8(15)
-
-    def stored(self, numbers: np.ndarray) -> np.ndarray:
-        """The inverse of numbers().
-
-        Examples:
-            >>> ktmoe.ZeroPoint((1, 64), plus=1).stored(np.array([8, 0], np.uint8))
-            array([ 7, 15], dtype=uint8)
-        """
-        return (numbers - np.uint8(self.plus)) & np.uint8(15)
-
-
-@dataclass(frozen=True)
-class Minimum:
-    """A real number m for each group of weights: weight = value * scale - m, or value * scale + m.
-
-    scale: how m is stored, and which weights share it. super_scale: of groups of minima, which it multiplies.
-    added: whether m is added.
-
-    Examples:
-        >>> ktmoe.Minimum(ktmoe.Scale("uint4", (1, 32)), ktmoe.Scale("fp16", (1, 256))).description
-        'minima, uint4 per 1x32 times fp16 per 1x256'
-    """
-
-    scale: Scale
-    super_scale: Scale | None = None
-    added: bool = False
-
-    @property
-    def description(self) -> str:
-        described = [each.description.replace(" scales", "") for each in (self.scale, self.super_scale) if each]
-        return f"{'added ' if self.added else ''}minima, {' times '.join(described)}"
-
-
-@dataclass(frozen=True)
-class Factor:
-    """One float32 number for a whole matrix, or for each output row: it multiplies, or divides, what the matrix's product has
-    summed up, before the bias.
-
-    Examples:
-        >>> ktmoe.Factor(per_row=True).description
-        'an fp32 factor per row'
-    """
-
-    per_row: bool
-    divides: bool = False
-
-    @property
-    def description(self) -> str:
-        return f"an fp32 {'divisor' if self.divides else 'factor'} per {'row' if self.per_row else 'matrix'}"
-
-    def shape(self, n: int) -> tuple[int]:
-        """Of the array that holds the numbers of a matrix with n rows.
-
-        Examples:
-            >>> ktmoe.Factor(per_row=True).shape(4096), ktmoe.Factor(per_row=False).shape(4096)
-            ((4096,), (1,))
-        """
-        return (n if self.per_row else 1,)
+from ktmoe.weights.scales import Factor, Scale
 
 
 @dataclass(frozen=True)
@@ -280,7 +181,8 @@ class WeightFormat:
 
 def _small_integers(element: Element) -> bool:
     """Whether a value less a zero point is exact in every kernel's arithmetic."""
-    return element.family == "q4" and all(value == int(value) and abs(value) <= 16 for value in element.values)
+    values = [value for value in element.values if value is not None]
+    return element.family == "q4" and all(value == int(value) and abs(value) <= 16 for value in values)
 
 
 #: MXFP4 and MXFP8 of the OCP MX specification: one UE8M0 scale per 32 along k.

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ktmoe.weights.elements import E2M1, INT4, INT8, UINT4, Element, integers
-from ktmoe.weights.formats import BF16, F16, F32, Factor, Minimum, WeightFormat
+from ktmoe.weights.formats import BF16, F16, F32, WeightFormat
 from ktmoe.weights.grid_records import GridRecords, TernaryRecords
 from ktmoe.weights.grids import IQ1_S, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS, Grid
+from ktmoe.weights.offsets import Minimum
 from ktmoe.weights.records import Field, Piece, Plane, Records, plain, span
-from ktmoe.weights.scales import Scale
+from ktmoe.weights.scales import Factor, Scale
 
 
 @dataclass(frozen=True)

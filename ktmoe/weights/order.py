@@ -117,7 +117,7 @@ class Order(SourceOrder):
     nibbles: tuple[int, ...] = _EIGHT
 
     @property
-    def rows(self) -> bool:
+    def rows(self) -> bool:  # type: ignore[override]  # nobody sets it
         """Whether codes are rows as they stand."""
         return self.along == "k" and not self.transposed and self.nibbles == _EIGHT
 

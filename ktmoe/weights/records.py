@@ -116,17 +116,17 @@ class Field:
             for p in pieces:
                 first, shift, left = p.first, p.shift, p.bits
                 while left:  # in an item, they may stand in two bytes
-                    bits = min(left, 8 - shift % 8)
-                    single.append((p.byte, i * itemsize + shift // 8, first, bits, shift % 8))
-                    first, shift, left = first + bits, shift + bits, left - bits
+                    taken = min(left, 8 - shift % 8)
+                    single.append((p.byte, i * itemsize + shift // 8, first, taken, shift % 8))
+                    first, shift, left = first + taken, shift + taken, left - taken
         single.sort(key=lambda move: (move[2:], move[1] - move[0], move[0]))
         moves = []
         while single:
-            byte, to, *bits = single[0]
+            byte, to, first, bits, shift = single[0]
             count = 1
-            while count < 8 and single[: 2 * count] == [(byte + i, to + i, *bits) for i in range(2 * count)]:
+            while count < 8 and single[: 2 * count] == [(byte + i, to + i, first, bits, shift) for i in range(2 * count)]:
                 count *= 2
-            moves.append((byte, to, count, *bits))
+            moves.append((byte, to, count, first, bits, shift))
             single = single[count:]
         return moves
 

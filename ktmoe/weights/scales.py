@@ -1,9 +1,10 @@
-"""Scale kinds, how one stored scale reads; Scale, which weights share one."""
+"""Scale kinds, how one stored scale reads; Scale, which weights share one; Factor, which multiplies finished sums."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -30,8 +31,10 @@ class ScaleKind:
     field: int
     signed: bool = True
     bits: int = 24
-    numbers: Callable[[np.ndarray], np.ndarray] = field(default=lambda stored: stored.astype(np.float64), compare=False)
-    stored: Callable[[np.ndarray], np.ndarray] | None = field(default=None, compare=False)
+    numbers: Callable[[np.ndarray], np.ndarray] = dataclasses.field(
+        default=lambda stored: stored.astype(np.float64), compare=False
+    )
+    stored: Callable[[np.ndarray], np.ndarray] | None = dataclasses.field(default=None, compare=False)
     packed_bits: int = 0
     least: int = 0
 
@@ -166,3 +169,30 @@ class Scale:
             array([[1., 1., 3., 3.]])
         """
         return np.repeat(np.repeat(self.numbers(stored), self.extent[0], axis=0)[:n], self.extent[1], axis=1)[:, :k]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One float32 number for a whole matrix, or for each output row: it multiplies, or divides, what the matrix's product has
+    summed up, before the bias.
+
+    Examples:
+        >>> ktmoe.Factor(per_row=True).description
+        'an fp32 factor per row'
+    """
+
+    per_row: bool
+    divides: bool = False
+
+    @property
+    def description(self) -> str:
+        return f"an fp32 {'divisor' if self.divides else 'factor'} per {'row' if self.per_row else 'matrix'}"
+
+    def shape(self, n: int) -> tuple[int]:
+        """Of the array that holds the numbers of a matrix with n rows.
+
+        Examples:
+            >>> ktmoe.Factor(per_row=True).shape(4096), ktmoe.Factor(per_row=False).shape(4096)
+            ((4096,), (1,))
+        """
+        return (n if self.per_row else 1,)

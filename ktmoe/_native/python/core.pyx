@@ -38,8 +38,8 @@ from ktmoe._native.python.probe.driver cimport *
 
 from ktmoe.weights import folding
 from ktmoe.weights.elements import ELEMENTS, FAMILIES, UINT4
-from ktmoe.weights.formats import Minimum, ZeroPoint
 from ktmoe.weights.grid_records import GridRecords, TernaryRecords
+from ktmoe.weights.offsets import Minimum, ZeroPoint
 from ktmoe.weights.order import ROWS, Order
 from ktmoe.weights.records import Records
 from ktmoe.weights.scales import SCALE_KINDS, Scale
