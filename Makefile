@@ -11,7 +11,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PIP_ENV) $(PY) -m pip install -q
 STAMPS := $(VENV)/stamps
-EXTRAS := base test bench lint site release# base: what building, the package and its command need, at once
+EXTRAS := base test bench lint site release
+with-base := build package cli# what building, the package and its command need, at once
+with-test := test picture# all that its tests need
 NATIVE := $(shell find ktmoe/_native -name '*.[ch]' -o -name '*.p[yx][xdi]') ktmoe/_native/isa.py
 PROCESSES := -n 2 --dist loadfile# two; ARGS="-n 0" is one, as --pdb wants it
 HOURS ?= 2
@@ -154,7 +156,7 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS) && touch $@
 
 $(EXTRAS:%=$(STAMPS)/%): $(STAMPS)/%: pyproject.toml $(STAMPS)/venv
-	@$(PIP) $$($(PY) tools/requirements.py $(if $(filter base,$*),build package cli,$*))
+	@$(PIP) $$($(PY) tools/requirements.py $(or $(with-$*),$*))
 	@touch $@
 
 # Editable: an edit of Python needs no build, an edit of C or Cython does.

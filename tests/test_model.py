@@ -203,7 +203,7 @@ def test_a_bar(folder, capfd, monkeypatch, nothing_left):
 
 def test_a_bar_without_rich(folder, monkeypatch, nothing_left):
     monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(UnavailableError, match=r"rich, which is not installed: pip install '\.\[cli\]' in"):
+    with pytest.raises(UnavailableError, match=r"rich, which is not installed: pip install 'ktmoe\[cli\]', or"):
         MoEModel.from_checkpoint(folder, progress=True)
 
 
