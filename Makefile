@@ -117,7 +117,7 @@ results: $(STAMPS)/native $(STAMPS)/bench ## the last saved benchmarks into benc
 	@$(PY) -m bench.publish $(ARGS)
 
 wheel: $(STAMPS)/base $(STAMPS)/release ## the source distribution and a wheel for each Python into dist: 2 minutes and one more a Python; VERSIONS=3.11,3.14t names some
-	@$(PY) tools/wheels.py $(ARGS)
+	@$(PY) tools/wheels.py
 
 test-wheel: $(STAMPS)/native ## the wheels of dist installed as users do, on other Pythons and CPU models: first installs QEMU; ARGS=--smoke is 2 minutes
 	@$(PY) tools/installed_wheels.py $(ARGS)

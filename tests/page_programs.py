@@ -23,8 +23,6 @@ OPTIONS = {
     "-U": False,
     "-e": False,
     "--dry-run": False,
-    "--index-url": True,
-    "--extra-index-url": True,
     "--find-links": True,
     "--no-index": False,
     "-d": True,
@@ -54,7 +52,7 @@ def pip(arguments: list[str]) -> None:
         if word.startswith("-"):
             if word in OPTIONS:
                 _ = OPTIONS[word] and next(words)
-            elif not re.fullmatch(r"--torch-backend=(cpu|auto)|--(extra-)?index-url=https://\S+|-y|--yes", word):
+            elif not re.fullmatch(r"--torch-backend=(cpu|auto)|-y|--yes", word):
                 raise SystemExit(f"pip: unknown option {word!r}")
             continue
         name, extras, version = re.fullmatch(r"([^\[=<>~!]+)(?:\[(.*)\])?(.*)", word).groups()

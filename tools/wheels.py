@@ -35,7 +35,7 @@ class WheelError(Exception):
     """A wheel that must not be given to anyone."""
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     named = [version for version in os.environ.get("VERSIONS", "").split(",") if version]
     try:
         source = unpacked(source_distribution())
@@ -158,4 +158,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
